@@ -1,0 +1,282 @@
+"""What a run may be: one dataclass a group, typed, each field with its meaning, unit and range.
+
+The YAML files under ``conf/`` hold what is: no default stands here. ``Annotated[..., Bound(...)]`` gives the range that
+``load`` checks, ``Literal`` the allowed words; ``X | None`` means that null (off, or derived) is allowed. The sections
+``method`` and ``tracker`` and the hooks under ``eval`` have their dataclasses beside their code: see ``registry``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Range of a number: ``low`` and ``high`` inclusive unless ``above``/``below`` says exclusive."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+Count = Annotated[int, Bound(low=1)]
+Elements = Annotated[int, Bound(low=1)]
+Rate = Annotated[float, Bound(low=0)]
+
+Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
+
+
+@dataclass
+class Named:
+    """Settings of an option that has code of its own."""
+
+    name: str
+    """Which option this is (set by the option's YAML file)."""
+
+
+@dataclass
+class RunSection:
+    """Where a run lies and what it is called."""
+
+    name: str
+    """Name of the run: folder under outputs/ and title in the tracker."""
+    dir: str | None
+    """Run folder. Null: outputs/<name>/<time>, made so that no two runs share one."""
+    overwrite: bool
+    """Replace a run that already lies in run.dir. False: such a folder is refused."""
+
+
+@dataclass
+class ArtifactSection:
+    """A trained artifact to start from."""
+
+    path: str | None
+    """Artifact folder (or its run folder) for entry=evaluate and entry=export. Model, method and template come from it."""
+
+
+@dataclass
+class ModelSection:
+    """The network and its tokenizer."""
+
+    name: str
+    """Which option this is (set by the option's YAML file)."""
+    family: Family
+    """Decides network, tokenizer, chat template and LoRA's default target modules."""
+    path: str | None
+    """Local folder, hub name, or builtin:<name> for the models that are shipped."""
+    attention: Literal["eager", "sdpa"]
+    """Attention implementation."""
+
+
+@dataclass
+class ZeroSection:
+    """DeepSpeed ZeRO: what is partitioned over the ranks. Sizes are numbers of elements, not bytes."""
+
+    stage: Annotated[int, Bound(low=0, high=3)]
+    """0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."""
+    reduce_bucket_size: Elements | None
+    """Elements reduced at a time (stages 1 to 3)."""
+    allgather_bucket_size: Elements | None
+    """Elements of updated parameters gathered at a time (stages 1 and 2)."""
+    overlap_comm: bool | None
+    """Reduce gradients while the backward pass goes on (stages 1 to 3)."""
+    reduce_scatter: bool | None
+    """Reduce-scatter in place of all-reduce for gradients (stages 1 to 3)."""
+    contiguous_gradients: bool | None
+    """Copy gradients into one buffer as they are made (stages 1 to 3)."""
+    round_robin_gradients: bool | None
+    """Spread the copying of gradients over the ranks (stages 1 and 2)."""
+    stage3_prefetch_bucket_size: Annotated[int, Bound(low=0)] | None
+    """Elements fetched ahead of their use (stage 3)."""
+    stage3_param_persistence_threshold: Annotated[int, Bound(low=0)] | None
+    """Parameters smaller than this many elements are never partitioned (stage 3)."""
+    stage3_max_live_parameters: Elements | None
+    """Elements kept whole on a GPU before they are released (stage 3)."""
+    stage3_max_reuse_distance: Elements | None
+    """A parameter used again within this many elements is not released (stage 3)."""
+    sub_group_size: Elements | None
+    """Elements that the optimizer updates at a time (stage 3)."""
+
+
+@dataclass
+class OffloadSection:
+    """What is kept in host memory in place of GPU memory."""
+
+    optimizer: Literal["cpu"] | None
+    """Optimizer states and their step on the host (stages 1 to 3)."""
+    params: Literal["cpu"] | None
+    """Parameters on the host between their uses (stage 3)."""
+    pin_memory: bool | None
+    """Page-locked host memory: faster copies, cannot be swapped out."""
+
+
+@dataclass
+class DeepSpeedSection:
+    """The user's own DeepSpeed JSON."""
+
+    config_file: str | None
+    """File whose keys are mapped to options; a key that an option also sets must agree with it."""
+
+
+@dataclass
+class PrecisionSection:
+    """Number format of weights and activations; fp16's loss scale."""
+
+    dtype: Literal["bf16", "fp16", "fp32"]
+    """Masters and optimizer states are float32 in each."""
+    loss_scale: Annotated[float, Bound(low=0)] | None
+    """fp16: 0 is dynamic, else the fixed scale."""
+    initial_scale_power: Annotated[int, Bound(low=0, high=32)] | None
+    """fp16: the dynamic scale starts at 2 to this power."""
+    loss_scale_window: Count | None
+    """fp16: steps without overflow before the scale is doubled."""
+    hysteresis: Count | None
+    """fp16: overflows in a row before the scale is halved."""
+    min_loss_scale: Annotated[float, Bound(above=0)] | None
+    """fp16: the scale never falls below this."""
+
+
+@dataclass
+class Columns:
+    """Names of the columns in the data files. Null: found from the first row."""
+
+    prompt: str | None
+    """The instruction or question."""
+    input: str | None
+    """Further material, set below the prompt."""
+    answer: str | None
+    """What is to be learned."""
+
+
+@dataclass
+class DataSection:
+    """Training and held-out rows."""
+
+    name: str
+    """Which option this is (set by the option's YAML file)."""
+    train_file: str | None
+    """JSON array or JSON lines; builtin:<name> for the shipped demo."""
+    eval_file: str | None
+    """Held-out rows. Setting train_file alone drops the option's own eval_file."""
+    holdout: Count | None
+    """Without an eval_file: this many rows, drawn by train.seed, are held out of train_file."""
+    columns: Columns
+    """Column names, where they are not the usual ones."""
+    max_length: Annotated[int, Bound(low=8)]
+    """Tokens of a row, prompt and answer with its end token."""
+    shuffle: bool
+    """New order in each epoch. False: the file's order."""
+
+
+@dataclass
+class OptimSection:
+    """AdamW and its learning rate over the steps."""
+
+    lr: Annotated[float, Bound(above=0)]
+    """Top learning rate; by default the method's."""
+    betas: list[Annotated[float, Bound(low=0, below=1)]]
+    """AdamW's two decay rates."""
+    eps: Annotated[float, Bound(above=0)]
+    """AdamW's denominator term."""
+    weight_decay: Rate
+    """Decoupled weight decay; none on biases and norms."""
+    schedule: Literal["cosine", "linear", "constant"]
+    """After the warm-up: to zero along a half cosine, to zero in a line, or flat."""
+    warmup_steps: Annotated[int, Bound(low=0)] | None
+    """Optimizer steps from lr / warmup_steps up to lr. Null: warmup_ratio decides."""
+    warmup_ratio: Annotated[float, Bound(low=0, high=1)] | None
+    """Share of all steps that warm up. Null: no warm-up unless warmup_steps is set."""
+    max_grad_norm: Annotated[float, Bound(above=0)] | None
+    """Global gradient norm is clipped to this. Null: no clipping."""
+
+
+@dataclass
+class TrainSection:
+    """How much, how often, how repeatable."""
+
+    micro_batch_size: Count | None
+    """Rows a rank passes at once. Null: derived from batch_size and grad_accum, else 8."""
+    grad_accum: Count | None
+    """Micro batches of an optimizer step. Null: derived from batch_size and micro_batch_size, else 1."""
+    batch_size: Count | None
+    """Rows of an optimizer step over all ranks = micro_batch_size x grad_accum x ranks. Give two, the third is derived."""
+    epochs: Annotated[float, Bound(above=0)] | None
+    """Passes over the data. max_steps, where set, ends training earlier."""
+    max_steps: Count | None
+    """Optimizer steps. Null: epochs decides."""
+    seed: Annotated[int, Bound(low=0)]
+    """Order of rows, initial values of what is added, dropout."""
+    gradient_checkpointing: bool
+    """Compute activations again in the backward pass in place of storing them."""
+    log_steps: Count
+    """Optimizer steps between two lines of metrics."""
+    save_steps: Count | None
+    """Optimizer steps between checkpoints. Null: none."""
+    keep_checkpoints: Count
+    """Newest checkpoints that are kept."""
+    resume: str | None
+    """A run folder or a checkpoint in it: the run goes on there. Null: a new run."""
+
+
+@dataclass
+class LauncherSection:
+    """How ranks are started."""
+
+    name: Literal["local", "inprocess", "env"]
+    """local: own processes; inprocess: this one (one rank); env: an outside launcher started the ranks (found by itself)."""
+    nproc: Count | None
+    """Ranks on this machine. Null: the number of GPUs, else 1."""
+    timeout_s: Annotated[float, Bound(above=0)]
+    """Seconds that a rendezvous or a collective may wait."""
+    env: dict[str, str]
+    """Environment variables for the ranks, such as NCCL_*."""
+
+
+@dataclass
+class EntrySection:
+    """What the run does."""
+
+    name: Literal["train", "evaluate", "export"]
+    """train; evaluate: the eval hooks on an artifact or a base model; export: assemble a sharded artifact."""
+
+
+@dataclass
+class GatherSection:
+    """How ZeRO-partitioned weights become files."""
+
+    name: Literal["trainable", "full16", "sharded"]
+    """trainable: what was trained; full16: the whole model in 16 bit; sharded: left in partitions."""
+
+
+@dataclass
+class EvalSection:
+    """What is measured on held-out rows, and when."""
+
+    batch_size: Count
+    """Rows a rank evaluates at once."""
+    hooks: dict[str, Any]
+    """The chosen hooks with their settings (``eval.loss.every`` and so on)."""
+
+
+@dataclass
+class RunConfig:
+    """All of one run, checked. Plain Python objects: no OmegaConf container leaves the config room."""
+
+    run: RunSection
+    artifact: ArtifactSection
+    model: ModelSection
+    method: Any
+    zero: ZeroSection
+    offload: OffloadSection
+    deepspeed: DeepSpeedSection
+    precision: PrecisionSection
+    data: DataSection
+    optim: OptimSection
+    train: TrainSection
+    entry: EntrySection
+    gather: GatherSection
+    eval: EvalSection
+    tracker: Any
+    launcher: LauncherSection

@@ -1,0 +1,1 @@
+"""Rows, chat templates, labels and batches."""

@@ -1,0 +1,1 @@
+"""What a run can do: train, evaluate, export."""

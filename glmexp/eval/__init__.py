@@ -1,0 +1,1 @@
+"""Held-out measurements: one module a hook. Light to import."""

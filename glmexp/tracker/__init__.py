@@ -1,0 +1,1 @@
+"""Where metrics go: one module a tracker. Light to import."""
