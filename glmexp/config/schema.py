@@ -53,7 +53,7 @@ class ArtifactSection:
     """A trained artifact to start from."""
 
     path: str | None
-    """Artifact folder (or its run folder) for entry=evaluate and entry=export. Model, method and template come from it."""
+    """Artifact folder, or its run folder, for entry=evaluate and entry=export: model and method come from it."""
 
 
 @dataclass
@@ -201,7 +201,7 @@ class TrainSection:
     grad_accum: Count | None
     """Micro batches of an optimizer step. Null: derived from batch_size and micro_batch_size, else 1."""
     batch_size: Count | None
-    """Rows of an optimizer step over all ranks = micro_batch_size x grad_accum x ranks. Give two, the third is derived."""
+    """Rows of an optimizer step = micro_batch_size x grad_accum x ranks. Give two, the third is derived."""
     epochs: Annotated[float, Bound(above=0)] | None
     """Passes over the data. max_steps, where set, ends training earlier."""
     max_steps: Count | None
@@ -225,7 +225,7 @@ class LauncherSection:
     """How ranks are started."""
 
     name: Literal["local", "inprocess", "env"]
-    """local: own processes; inprocess: this one (one rank); env: an outside launcher started the ranks (found by itself)."""
+    """local: own processes; inprocess: this one, one rank; env: started by an outside launcher (found by itself)."""
     nproc: Count | None
     """Ranks on this machine. Null: the number of GPUs, else 1."""
     timeout_s: Annotated[float, Bound(above=0)]
