@@ -1,0 +1,1 @@
+"""The shipped demo data: short questions in Chinese and English, answered in one word or two."""
