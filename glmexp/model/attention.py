@@ -1,0 +1,90 @@
+"""Attention kinds and masks shared by both networks. A mask here is boolean and True where a query may look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from glmexp.config.errors import ConfigError, Problem
+
+
+def attention_function(kind: str | None, offered: tuple[str, ...], network: str) -> Callable[..., Any]:
+    """The function for ``attn_implementation``; ConfigError when the network does not offer that kind."""
+    kind = kind or "eager"
+    if kind not in offered:
+        raise ConfigError(
+            Problem("attn_implementation", f"{kind!r} does not apply to {network}", f"one of {', '.join(offered)}")
+        )
+    return ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Plain attention with a float32 softmax.
+
+    ``query`` (batch, heads, length, head_size); ``key``, ``value`` (batch, key/value heads, keys, head_size); the mask
+    broadcasts to (batch, heads, length, keys), None means causal (bottom right). Returns (batch, length, heads,
+    head_size) and the weights.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if attention_mask is None and query.shape[2] > 1:
+        attention_mask = causal_mask(query.shape[2], key.shape[2], query.device)
+    # Scaled before the product: in float16 the unscaled product can overflow.
+    scores = torch.matmul(query * scaling, key.transpose(2, 3)).float()
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
+    weights = torch.softmax(scores, dim=-1).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """(1, 1, queries, keys): the last query sees all keys, each earlier one sees one less."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)[None, None]
+
+
+def open_prefix(mask: Tensor, prefix_length: int) -> Tensor:
+    """Put ``prefix_length`` always visible keys in front of ``mask`` (..., queries, keys)."""
+    return nn.functional.pad(mask, (prefix_length, 0), value=True)
+
+
+def decoder_mask(attention_mask: Tensor | None, ids: Tensor, past: int, prefix_length: int) -> Tensor | None:
+    """The mask of v2 and v3: causal, and the key is real.
+
+    ``attention_mask``: None; (batch, past + length), 1 = real; or a boolean (batch, 1, length, past + length), True =
+    visible, used as it is (packed rows). ``ids``: (batch, length, ...), read for its shape and device. Returns None where
+    plain causal attention (or a single query that sees all) says the same, so that fused kernels without a mask apply.
+    Rows of pads see everything: they have no meaning, and a fully hidden row would be NaN in some kernels.
+    """
+    length = ids.shape[1]
+    keys = past + length
+    if attention_mask is None:
+        if length == 1 or (past == 0 and prefix_length == 0):
+            return None
+        return open_prefix(causal_mask(length, keys, ids.device), prefix_length)
+    if attention_mask.ndim == 4:
+        if attention_mask.dtype != torch.bool:
+            raise ValueError(f"a 4D attention_mask must be bool, True = visible, and is {attention_mask.dtype}")
+        return open_prefix(attention_mask, prefix_length)
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != keys:
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be (batch, {keys}): {past} cached and {length} new"
+        )
+    real = attention_mask.bool()
+    visible = causal_mask(length, keys, ids.device) & real[:, None, None, :]
+    visible = visible | ~real[:, None, past:, None]
+    return open_prefix(visible, prefix_length)

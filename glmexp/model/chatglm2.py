@@ -1,0 +1,343 @@
+"""ChatGLM2-6B and ChatGLM3-6B: one network (GLM, Du et al. 2022, arXiv:2103.10360), parameters named as released."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from glmexp.model.attention import attention_function, decoder_mask
+from glmexp.model.configuration import ChatGLM2Config
+from glmexp.model.head import causal_loss, keep_positions
+from glmexp.model.prefix import PrefixEncoder, PrefixMixin, join_prefix, prefix_states
+from glmexp.model.rope import inverse_frequencies, rotate_interleaved, rotation_table
+
+ATTENTION_KINDS = ("eager", "sdpa")
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019): float32 inside, the product with the weight before the cast."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, states: Tensor) -> Tensor:
+        """``states`` (..., width); the result has the same dtype."""
+        exact = states.float()
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight * exact).to(states.dtype)
+
+
+def make_norm(config: ChatGLM2Config) -> nn.Module:
+    """The norm that the configuration names, over hidden_size."""
+    if config.rmsnorm:
+        return RMSNorm(config.hidden_size, config.layernorm_epsilon)
+    return nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with a fused query/key/value projection."""
+
+    is_causal = True
+
+    def __init__(self, config: ChatGLM2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.head_size = config.head_size
+        self.num_key_value_groups = self.heads // self.groups
+        self.scaling = self.head_size**-0.5
+        rows = (self.heads + 2 * self.groups) * self.head_size
+        bias = config.add_bias_linear or config.add_qkv_bias
+        self.query_key_value = nn.Linear(config.hidden_size, rows, bias=bias)
+        self.dense = nn.Linear(self.heads * self.head_size, config.hidden_size, bias=config.add_bias_linear)
+
+    def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fused rows (batch, length, rows) to query, key, value (batch, heads or groups, length, head_size).
+
+        Multi-query: all query heads, then all keys, then all values. Else head by head its q, k, v, as in v1.
+        """
+        parts: tuple[Tensor, ...]
+        if self.config.multi_query_attention:
+            states = fused.unflatten(-1, (-1, self.head_size))
+            parts = states.split((self.heads, self.groups, self.groups), dim=2)
+        else:
+            parts = fused.unflatten(-1, (self.heads, 3, self.head_size)).unbind(3)
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        return query, key, value
+
+    def forward(
+        self,
+        hidden: Tensor,
+        prefix_key: Tensor | None,
+        prefix_value: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``hidden`` (batch, length, hidden) to the same; the cache gets rotated keys without the prefix."""
+        query, key, value = self.split(self.query_key_value(hidden))
+        query, key = rotate_interleaved(query, *rotation), rotate_interleaved(key, *rotation)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = attention_function(self.config._attn_implementation, ATTENTION_KINDS, "ChatGLM2/3")
+        context, _ = attend(
+            self,
+            query,
+            join_prefix(prefix_key, key),
+            join_prefix(prefix_value, value),
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            **kwargs,
+        )
+        return self.dense(context.flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: ``dense_h_to_4h`` gives gate and value, one after the other."""
+
+    def __init__(self, config: ChatGLM2Config) -> None:
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, 2 * config.ffn_hidden_size, bias=config.add_bias_linear)
+        self.dense_4h_to_h = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``hidden`` (batch, length, hidden) to the same."""
+        gate, value = self.dense_h_to_4h(hidden).chunk(2, dim=-1)
+        return self.dense_4h_to_h(nn.functional.silu(gate) * value)
+
+
+class Block(GradientCheckpointingLayer):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: ChatGLM2Config, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.input_layernorm = make_norm(config)
+        self.self_attention = SelfAttention(config, layer_idx)
+        self.post_attention_layernorm = make_norm(config)
+        self.mlp = MLP(config)
+
+    def normed(self, norm: nn.Module, states: Tensor) -> Tensor:
+        """The norm's output, in the dtype of the weights where the residual stream is kept in float32."""
+        if not self.config.fp32_residual_connection:
+            return norm(states)
+        return norm(states.to(torch.float32)).to(self.self_attention.dense.weight.dtype)
+
+    def add(self, residual: Tensor, states: Tensor) -> Tensor:
+        """Residual sum after dropout, in the dtype of the residual stream."""
+        return residual + nn.functional.dropout(states, self.config.hidden_dropout, self.training)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        prefix_key: Tensor | None,
+        prefix_value: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``hidden`` (batch, length, hidden) to the same. The prefix is positional: reentrant checkpointing passes
+        gradients to positional inputs only."""
+        after_norm = self.config.apply_residual_connection_post_layernorm
+        normed = self.normed(self.input_layernorm, hidden)
+        attended = self.self_attention(
+            normed, prefix_key, prefix_value, rotation, attention_mask, past_key_values, **kwargs
+        )
+        hidden = self.add(normed if after_norm else hidden, attended)
+        normed = self.normed(self.post_attention_layernorm, hidden)
+        return self.add(normed if after_norm else hidden, self.mlp(normed))
+
+
+class Embedding(nn.Module):
+    """Holds ``word_embeddings`` under its released name."""
+
+    def __init__(self, config: ChatGLM2Config) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.fp32 = config.fp32_residual_connection
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """``input_ids`` (batch, length) to (batch, length, hidden)."""
+        states = self.word_embeddings(input_ids)
+        return states.float() if self.fp32 else states
+
+
+class Encoder(nn.Module):
+    """The blocks and the final norm."""
+
+    def __init__(self, config: ChatGLM2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        if config.post_layer_norm:
+            self.final_layernorm = make_norm(config)
+
+    def forward(
+        self, hidden: Tensor, prefix: list[Any], collect: bool, **kwargs: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """``hidden`` (batch, length, hidden) to the same, and, if ``collect``, the embedding output and each block's."""
+        collected = [hidden]
+        for index, layer in enumerate(self.layers):
+            key, value = prefix[index] if prefix else (None, None)
+            hidden = layer(hidden, key, value, **kwargs)
+            if collect:
+                collected.append(hidden)
+        if self.config.post_layer_norm:
+            hidden = self.final_layernorm(hidden)
+        return hidden, tuple(collected) if collect else None
+
+
+class Transformer(nn.Module):
+    """Everything under ``transformer.``; the released names put the output layer here too."""
+
+    def __init__(self, config: ChatGLM2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.encoder = Encoder(config)
+        self.output_layer = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        self.prefix_encoder = PrefixEncoder(config) if config.pre_seq_len else None
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for ``positions`` (batch, length): two float32 (batch, 1, length, kv_channels / 4)."""
+        config = self.config
+        interpolated = config.release == "chatglm2" and config.rope_ratio != 1
+        base = config.default_theta * (1 if interpolated else config.rope_ratio)
+        frequencies = inverse_frequencies(config.kv_channels // 2, positions.device, base)
+        scaled = positions.float() / config.rope_ratio if interpolated else positions
+        return rotation_table(scaled, frequencies)
+
+    def check_positions(self, positions: Tensor, training: bool) -> None:
+        """ValueError for positions at or above seq_length. On an accelerator looking costs a synchronisation, so there
+        only the first step of a generation is looked at."""
+        limit = self.config.seq_length
+        looks = positions.device.type == "cpu" or (not training and positions.shape[1] > 1)
+        if positions.device.type == "meta" or not looks or torch.compiler.is_compiling():
+            return
+        highest = int(positions.max())
+        if highest >= limit:
+            raise ValueError(f"position {highest} is outside the model's seq_length of {limit}")
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        collect: bool,
+        **kwargs: Any,
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Hidden states (batch, length, hidden) after the final norm, and the collected ones."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        length, past = hidden.shape[1], past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(past, past + length, device=hidden.device)[None]
+        self.check_positions(position_ids, self.training)
+        prefix_length = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
+        return self.encoder(
+            hidden,
+            prefix_states(self.prefix_encoder, hidden),
+            collect,
+            rotation=self.rotation(position_ids),
+            attention_mask=decoder_mask(attention_mask, hidden, past, prefix_length),
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+
+
+class ChatGLM2ForConditionalGeneration(PrefixMixin, PreTrainedModel, GenerationMixin):
+    """ChatGLM2-6B and ChatGLM3-6B with the language-model head."""
+
+    config: ChatGLM2Config
+    config_class = ChatGLM2Config
+    base_model_prefix = "transformer"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"rotary_pos_emb\.inv_freq$"]
+    _tied_weights_keys: ClassVar[dict[str, str]] = {
+        "transformer.output_layer.weight": "transformer.embedding.word_embeddings.weight"
+    }
+
+    def __init__(self, config: ChatGLM2Config) -> None:
+        super().__init__(config)
+        self.transformer = Transformer(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding module."""
+        return self.transformer.embedding.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding module."""
+        self.transformer.embedding.word_embeddings = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer."""
+        return self.transformer.output_layer
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output layer."""
+        self.transformer.output_layer = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Any = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits (batch, length, vocabulary), and the loss over ``labels`` (batch, length; -100 is not counted).
+
+        ``attention_mask``: None (all real), or (batch, cached + new), 1 = real, or boolean (batch, 1, new, cached + new),
+        True = visible. ``position_ids``: (batch, new); None counts every token from the cache's length on, pads too. The
+        prefix of P-Tuning adds itself. Masks of right padded training rows are not needed: nothing real looks at a pad,
+        and without a mask the fused causal kernels apply. ``hidden_states``: the embedding output and each block's
+        output, the last one before the final norm.
+
+        Raises ValueError for a position at or above seq_length or a mask of another length.
+        """
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        hidden, collected = self.transformer(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, bool(collect), **kwargs
+        )
+        kept = keep_positions(hidden, logits_to_keep)
+        logits = self.transformer.output_layer(kept.to(self.transformer.output_layer.weight.dtype))
+        loss = None
+        if labels is not None:
+            loss = causal_loss(logits, labels, logits_to_keep, num_items_in_batch)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=collected,
+        )
+        return output if return_dict is None or return_dict else output.to_tuple()
