@@ -1,0 +1,45 @@
+"""Examples into tensors: right padded to train, left padded to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from glmexp.data.prepare import IGNORED, Example
+
+if TYPE_CHECKING:
+    import torch
+
+
+def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask (1 is real) and labels (-100 is not learned), int64 (batch, length), right padded."""
+    import torch
+
+    length = max(len(example.input_ids) for example in examples)
+    shape = (len(examples), length)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, IGNORED, dtype=torch.int64)
+    for index, example in enumerate(examples):
+        count = len(example.input_ids)
+        input_ids[index, :count] = torch.tensor(example.input_ids, dtype=torch.int64)
+        attention_mask[index, :count] = 1
+        labels[index, :count] = torch.tensor(example.labels, dtype=torch.int64)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def collate_prompts(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask, position_ids (0 on pads, real tokens from 0), int64 (batch, length), left padded."""
+    import torch
+
+    length = max(len(example.prompt_ids) for example in examples)
+    shape = (len(examples), length)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
+    for index, example in enumerate(examples):
+        start = length - len(example.prompt_ids)
+        input_ids[index, start:] = torch.tensor(example.prompt_ids, dtype=torch.int64)
+        attention_mask[index, start:] = 1
+        position_ids[index, start:] = torch.arange(length - start)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glmexp.config.errors import DataError
+from glmexp.config.schema import Columns
+from glmexp.data.readers import read_rows
+
+from .fakes import ANY
+
+ALPACA = Columns(prompt="instruction", input="input", answer="output")
+
+
+def write(folder: Path, text: str | bytes, name: str = "rows.jsonl") -> str:
+    file = folder / name
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(file)
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def refuse(path: str, columns: Columns = ANY) -> str:
+    with pytest.raises(DataError) as caught:
+        read_rows(path, columns)
+    return caught.value.report()
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte_order_mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["unix", "windows"])
+@pytest.mark.parametrize("form", ["lines", "array", "indented"])
+def test_one_file_in_every_form_gives_the_same_rows(tmp_path: Path, mark: bytes, end: str, form: str) -> None:
+    rows = [{"prompt": "一\u2028二\u0085", "response": "甲\n乙"}, {"prompt": "三", "response": "丙"}]
+    text = (
+        lines(*rows) if form == "lines" else json.dumps(rows, ensure_ascii=False, indent=2 if form == "indented" else 0)
+    )
+    result = read_rows(write(tmp_path, mark + text.replace("\n", end).encode()), ANY)
+    assert [(row.prompt, row.answer) for row in result.rows] == [("一\u2028二\u0085", "甲\n乙"), ("三", "丙")]
+    assert (result.columns.prompt, result.columns.answer) == ("prompt", "response")
+    assert result.read == 2
+
+
+def test_rows_of_an_array_know_the_line_they_begin_on(tmp_path: Path) -> None:
+    row = '{"prompt": "a",\n "response": "b"}'
+    text = f"[\n {row},\n\n {row}, {row}]"
+    assert [row.line for row in read_rows(write(tmp_path, text), ANY).rows] == [2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("instruction", "output"),
+        ("prompt", "response"),
+        ("prompt", "answer"),
+        ("question", "answer"),
+        ("query", "response"),
+        ("content", "summary"),
+    ],
+)
+def test_usual_columns_are_found(tmp_path: Path, prompt: str, answer: str) -> None:
+    result = read_rows(write(tmp_path, lines({prompt: "q", answer: "a", "extra": 1})), ANY)
+    assert [(row.prompt, row.answer) for row in result.rows] == [("q", "a")]
+    assert result.unused == ["extra"]
+
+
+def test_further_material_stands_below_the_instruction(tmp_path: Path) -> None:
+    first = {"instruction": "sum", "output": "3"}
+    rows = [
+        first,
+        {"instruction": "sum", "input": "1 2", "output": "3"},
+        {"instruction": "", "input": "x", "output": "y"},
+    ]
+    assert [row.prompt for row in read_rows(write(tmp_path, lines(*rows)), ANY).rows] == ["sum", "sum\n1 2", "x"]
+
+
+def test_one_named_column_is_enough(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"ask": "q", "output": "a", "prompt": "not this"}))
+    result = read_rows(path, Columns(prompt="ask", input=None, answer=None))
+    assert [(row.prompt, row.answer) for row in result.rows] == [("q", "a")]
+
+
+def test_named_columns_that_are_missing_list_those_found(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"prompt": "q", "response": "a"}))
+    assert refuse(path, Columns(prompt="content", input=None, answer="summary")) == (
+        "2 data errors:\n"
+        f"  data.columns.prompt: 'content' is not a column of {path}: its columns are prompt, response\n"
+        "    -> set data.columns.prompt to one of them\n"
+        f"  data.columns.answer: 'summary' is not a column of {path}: its columns are prompt, response\n"
+        "    -> set data.columns.answer to one of them"
+    )
+
+
+def test_unknown_columns_name_the_options(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"a": "q", "b": "a"}))
+    assert refuse(path) == (
+        "data error:\n"
+        f"  {path}: cannot tell the question and the answer among its columns a, b\n"
+        "    -> set data.columns.prompt and data.columns.answer"
+    )
+
+
+def test_empty_answers_are_dropped_and_counted_with_their_lines(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "1", "input": None, "output": "早"},
+        {"instruction": "2", "input": "", "output": None},
+        {"instruction": "3", "input": "", "output": ""},
+        {"instruction": "4", "input": "", "output": "  \n "},
+        {"instruction": "5", "input": ""},
+        {"instruction": " ", "input": "", "output": "x"},
+        {"instruction": "7", "input": "", "output": "晚"},
+    ]
+    path = write(tmp_path, lines(*rows))
+    result = read_rows(path, ALPACA)
+    assert [row.line for row in result.rows] == [1, 7]
+    assert result.report().startswith(
+        f"{path}: 7 rows read, 2 used, 5 dropped (empty answer: lines 2, 3, 4, 5; empty prompt: line 6); "
+        "columns instruction, input, output; sha256 "
+    )
+
+
+def test_a_file_without_any_answer_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, lines(*({"prompt": str(number), "response": ""} for number in range(12))))
+    assert refuse(path) == (
+        f"data error:\n  {path}: no example with an answer is left "
+        "(0 of 12; empty answer: lines 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 2 more)"
+    )
+
+
+def test_answers_that_are_not_text_are_refused_with_their_lines(tmp_path: Path) -> None:
+    values = ["fine", {"pens": 3}, ["x"], 4, True]
+    path = write(tmp_path, lines(*({"prompt": "q", "response": value} for value in values)))
+    way_out = "\n    -> write it as text in double quotes\n  "
+    assert refuse(path) == (
+        "4 data errors:\n  "
+        f"{path}:2: 'response' must be text, found an object{way_out}"
+        f"{path}:3: 'response' must be text, found a list{way_out}"
+        f"{path}:4: 'response' must be text, found a number{way_out}"
+        f"{path}:5: 'response' must be text, found true or false\n    -> write it as text in double quotes"
+    )
+
+
+def test_broken_lines_are_named_with_the_reason_five_at_a_time(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"prompt": "q", "response": "a"}) + '{"prompt": "q",}\n' * 8)
+    report = refuse(path)
+    reason = "broken JSON: Illegal trailing comma before end of object" if "Illegal" in report else "broken JSON: "
+    assert f"{path}:2: {reason}" in report
+    assert f"{path}:6: {reason}" in report
+    assert f"{path}:7" not in report
+    assert report.endswith(f"{path}: and 3 more, 8 problems in all")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('[\n{"prompt": "q", "response": "a"}\n{"prompt": "q"}]', 3),
+        ('[\n{"prompt": "q", "response": "a"},\n{"prompt": q}]', 3),
+        ('[\n{"prompt": "q", "response": "a"}\n]\n{}', 4),
+        ('[\n{"prompt": "q", "response": "a"}\n', 3),
+    ],
+    ids=["no_comma", "bad_value", "text_behind", "not_closed"],
+)
+def test_a_broken_array_is_named_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    path = write(tmp_path, text, "rows.json")
+    assert f"{path}:{line}: broken JSON: " in refuse(path)
+
+
+def test_one_object_over_several_lines_is_explained(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"data": [{"prompt": "q", "response": "a"}]}, indent=1), "rows.json")
+    assert f"{path}: the file is one JSON object over several lines" in refuse(path)
+
+
+def test_rows_of_another_form_are_named_with_both_sets_of_columns(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"instruction": "q", "output": "a"}, {"prompt": "q", "response": "a"}))
+    assert (
+        f"{path}:2: the row has no 'instruction': its columns are prompt, response, "
+        "those of line 1 are instruction, output\n    -> put rows of different forms into files of their own"
+    ) in refuse(path)
+
+
+def test_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "天"}'.encode("gb18030"))
+    assert f"{path}:1: not UTF-8 (line 1, byte 12: 0xcc)" in refuse(path)
+    path = write(tmp_path, b"\xef\xbb\xbf\n\xff", "marked.jsonl")
+    assert f"{path}:2: not UTF-8 (line 2, byte 4: 0xff)" in refuse(path)
+
+
+def test_half_a_character_is_refused_here_and_not_by_the_tokenizer(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"prompt": "q", "response": "x\\ud83d"}\n')
+    assert f"{path}:1: 'response' holds half of a character (\\ud83d at 1)" in refuse(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n  \n", "\ufeff", "[]", "[ \n ]"])
+def test_files_without_rows_are_refused(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, text)
+    assert f"{path}: the " in refuse(path)
+    assert "it has no example" in refuse(path)
+
+
+def test_rows_that_are_not_objects_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, '["a"]\n')
+    assert f"{path}:1: a row must be a JSON object, found text" in refuse(path)
+
+
+def test_wrong_paths_are_shown_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path / 'no.jsonl'}: no such file" in refuse("no.jsonl")
+    assert f"{tmp_path}: is a folder" in refuse(".")
+    assert "builtin:demo/none.jsonl: no such shipped file" in refuse("builtin:demo/none.jsonl")
