@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+from glmexp.config.families import FamilyFacts
 from glmexp.config.registry import register
 from glmexp.config.schema import Bound, Named
+from glmexp.method import weight_files
+from glmexp.method.base import own_weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from glmexp.method.base import Whole
 
 
 @register("method", "full")
@@ -16,3 +27,23 @@ class Full(Named):
 
     lr: Annotated[float, Bound(above=0)]
     """Default of optim.lr under this method."""
+
+    def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+        """Every parameter is trained."""
+        return model.requires_grad_(True)
+
+    def must_move(self, names: list[str], steps: int) -> list[str]:
+        """Everything."""
+        return names
+
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        """The whole model: safetensors under the released names, and config.json."""
+        weight_files.write(folder, model, tensors)
+
+    def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+        """The folder's weights over all of the model's."""
+        return weight_files.load(folder, model, [name for name, _ in model.named_parameters()])
+
+    def merged(self, model: nn.Module) -> Whole:
+        """The model's own parameters."""
+        return own_weights(model)

@@ -1,0 +1,101 @@
+"""Model to DeepSpeed engine: optimizer over what is trained, schedule, initialize."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from glmexp.config.schema import RunConfig
+from glmexp.engine.schedule import lr_factor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@contextmanager
+def partitioned_loading(ds_config: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``from_pretrained`` partitions each parameter as it is loaded (stage 3); at other stages nothing changes.
+
+    transformers finds the configuration through a weak reference, so the object must live as long as the loading.
+    """
+    if ds_config["zero_optimization"]["stage"] < 3:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig, deepspeed
+
+    keep_alive = HfDeepSpeedConfig(ds_config)
+    try:
+        yield
+    finally:
+        del keep_alive
+        deepspeed.unset_hf_deepspeed_config()
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that are trained, in the model's order."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def frozen(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that must stay as they are."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def count(parameters: list[tuple[str, nn.Parameter]]) -> int:
+    """Elements, those of ZeRO-3's partitions included."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in parameters)
+
+
+def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], total_steps: int) -> Any:
+    """The DeepSpeed engine over ``model``. Only trainable parameters reach the optimizer.
+
+    Trained parameters get the run's dtype first: DeepSpeed casts them at stages 0 to 2 and leaves what was added after a
+    partitioned loading alone at stage 3, and what an artifact holds must not depend on the stage.
+    """
+    import deepspeed
+
+    dtype = DTYPES[config.precision.dtype]
+    for _, parameter in trainable(model):
+        parameter.data = parameter.data.to(dtype)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=None,
+        optimizer=_optimizer(model, config),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(config.optim, total_steps, step)
+        ),
+        config=ds_config,
+        dist_init_required=False,
+    )
+    return engine
+
+
+def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only (no biases, no norms), as is usual."""
+    optim = config.optim
+    decayed = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
+    others = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    on_gpu = torch.cuda.is_available()
+    if config.offload.optimizer is not None and on_gpu:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, **settings)
+    # torch's own, not DeepSpeed's FusedAdam: that one is compiled on first use and needs a CUDA toolkit.
+    return torch.optim.AdamW(groups, **settings, fused=on_gpu)
+
+
+def quiet_deepspeed() -> None:
+    """DeepSpeed's logger writes to the terminal by itself: let its lines go where all others go."""
+    logger = logging.getLogger("DeepSpeed")
+    for name in ("DeepSpeed", "deepspeed"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.WARNING)

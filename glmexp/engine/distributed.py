@@ -1,0 +1,94 @@
+"""The process group of a run, and the few sums that go over it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def device() -> torch.device:
+    """This rank's device: its GPU, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device("cpu")
+
+
+def join(timeout_s: float, store: dist.Store) -> None:
+    """Join the process group over ``store`` and hand it to DeepSpeed.
+
+    A collective that waits longer than ``timeout_s`` fails. Objects go over gloo, tensors over NCCL where there are GPUs.
+    """
+    import deepspeed
+
+    avoid_op_builds()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(device())
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device() if on_gpu else None,
+    )
+    deepspeed.init_distributed(
+        dist_backend="nccl" if on_gpu else "gloo", dist_init_required=False, auto_mpi_discovery=False
+    )
+
+
+def avoid_op_builds() -> None:
+    """Keep DeepSpeed from compiling its shared-memory all-reduce (47 s, needs a compiler) for tensor-parallel inference.
+
+    The table of compatible ops is a cached module attribute that may be edited (``deepspeed/ops/__init__.py``).
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def leave() -> None:
+    """Leave the process group; nothing collective may follow."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank; 0 outside of a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 outside of a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise sum in float64, on every rank."""
+    if world_size() == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    return total.tolist()
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    """Element-wise maximum in float64, on every rank."""
+    if world_size() == 1:
+        return values
+    most = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
+
+
+def gather_to_first(value: Any) -> list[Any] | None:
+    """All ranks' values on rank 0, in rank order; None on the others."""
+    if world_size() == 1:
+        return [value]
+    parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, parts, dst=0)
+    return parts

@@ -1,0 +1,151 @@
+"""The training loop. Reads top to bottom; everything that it needs is handed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from glmexp.engine import distributed
+from glmexp.engine.loss import loss_sum, supervised_tokens
+from glmexp.engine.perf import Stopwatch, peak_memory_bytes
+
+Batch = Mapping[str, torch.Tensor]
+Metrics = dict[str, float]
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradients are nan or inf: going on would only spoil the weights further."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What all ranks together learned from in one optimizer step."""
+
+    supervised_tokens: int
+    tokens: int
+    rows: int
+
+
+@dataclass
+class Loop:
+    """One run of optimizer steps over ``engine``.
+
+    steps: (step number from 1, this rank's micro batches) in order; each batch has input_ids, attention_mask and labels of
+    (batch, length), on the CPU. on_metrics gets every ``log_steps``-th step's metrics, after_step every step's number.
+    """
+
+    engine: Any
+    steps: Iterable[tuple[int, Sequence[Batch]]]
+    log_steps: int
+    on_metrics: Callable[[int, Metrics], None]
+    after_step: Callable[[int], None]
+
+    def run(self) -> None:
+        """Train until ``steps`` is used up. Raises NonFiniteError, naming the step and the last finite loss."""
+        self.engine.train()
+        watch = Stopwatch()
+        last_finite = math.nan
+        batches = iter(self.steps)
+        while True:
+            with watch.phase("data"):
+                following = next(batches, None)
+                if following is not None:
+                    step, micro_batches = following
+                    micro_batches = [_to_device(batch) for batch in micro_batches]
+                    size = _size_over_ranks(micro_batches)
+            if following is None:
+                return
+
+            summed = self._forward_backward(micro_batches, size.supervised_tokens, watch)
+            with watch.phase("optimizer"):
+                early_norm = self._plain_grad_norm()
+                self.engine.step()
+
+            loss = distributed.sum_over_ranks([float(summed)])[0] / size.supervised_tokens
+            grad_norm = self.engine.get_global_grad_norm() if early_norm is None else early_norm
+            self._check_finite(step, loss, float(grad_norm), last_finite)
+            last_finite = loss
+            seconds = watch.read()
+            if step % self.log_steps == 0:
+                self.on_metrics(step, self._metrics(loss, float(grad_norm), size, seconds))
+            self.after_step(step)
+            watch.restart()
+
+    def _forward_backward(self, micro_batches: Sequence[Batch], tokens: int, watch: Stopwatch) -> torch.Tensor:
+        """Add up gradients of all micro batches; this rank's loss sum, without waiting for the device."""
+        summed = torch.zeros((), dtype=torch.float64, device=distributed.device())
+        for number, batch in enumerate(micro_batches, start=1):
+            self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            with watch.phase("forward"):
+                output = self.engine(
+                    input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+                )
+                loss = loss_sum(output.logits, batch["labels"])
+            with watch.phase("backward"):
+                # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up by their
+                # number, and its own division by the accumulation steps is off.
+                self.engine.backward(loss * (distributed.world_size() / tokens), scale_wrt_gas=False)
+            summed += loss.detach()
+        return summed
+
+    def _plain_grad_norm(self) -> float | None:
+        """Gradient norm where DeepSpeed keeps none (stage 0 in fp32); taken before clipping and stepping. Else None."""
+        engine = self.engine
+        if engine.zero_optimization_stage() > 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
+            return None
+        norms = [parameter.grad.norm() for parameter in engine.module.parameters() if parameter.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def _check_finite(self, step: int, loss: float, grad_norm: float, last_finite: float) -> None:
+        overflowed = self.engine.fp16_enabled() and self.engine.optimizer.overflow
+        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
+            if not math.isfinite(value) and not (overflowed and name != "loss"):
+                raise NonFiniteError(
+                    f"{name} of optimizer step {step} is {value}; the last finite loss was {last_finite:.6g}. "
+                    "Usual causes: a learning rate that is too high (optim.lr), no clipping (optim.max_grad_norm), "
+                    "fp16 where bf16 would do (precision)."
+                )
+
+    def _metrics(self, loss: float, grad_norm: float, size: StepSize, seconds: Metrics) -> Metrics:
+        step_s = seconds.pop("step")
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/lr": self._used_lr(),
+            "train/supervised_tokens": float(size.supervised_tokens),
+            "perf/step_s": step_s,
+            "perf/tokens_per_s": size.tokens / step_s,
+            "perf/supervised_tokens_per_s": size.supervised_tokens / step_s,
+            "perf/samples_per_s": size.rows / step_s,
+            "mem/peak_bytes": distributed.max_over_ranks([float(peak_memory_bytes())])[0],
+        }
+        metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
+        if self.engine.fp16_enabled():
+            metrics["train/loss_scale"] = float(self.engine.optimizer.cur_scale)
+            metrics["train/skipped_steps"] = float(self.engine.skipped_steps)
+        return metrics
+
+    def _used_lr(self) -> float:
+        """The rate that the step just taken used: the schedule has moved on since."""
+        scheduler = self.engine.lr_scheduler
+        factor = scheduler.lr_lambdas[0](max(0, scheduler.last_epoch - 1))
+        return scheduler.base_lrs[0] * factor
+
+
+def _to_device(batch: Batch) -> dict[str, torch.Tensor]:
+    device = distributed.device()
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _size_over_ranks(micro_batches: Sequence[Batch]) -> StepSize:
+    supervised = sum(supervised_tokens(batch["labels"]) for batch in micro_batches)
+    tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
+    # Blank rows only fill the last step of an epoch up; they count nowhere.
+    rows = sum(int((batch["labels"] != -100).any(dim=1).sum()) for batch in micro_batches)
+    totals = distributed.sum_over_ranks([float(supervised), float(tokens), float(rows)])
+    assert totals[0] > 0, "a step without a supervised token: the data room lets no such row through"
+    return StepSize(*(int(total) for total in totals))

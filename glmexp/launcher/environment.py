@@ -1,0 +1,70 @@
+"""Environment of the ranks: threads, quiet libraries, rendezvous."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING
+
+from glmexp.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+# What libraries print by themselves goes to the rank's log file (see worker); these are read before that is set up.
+_QUIET = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DS_SKIP_CUDA_CHECK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+@contextmanager
+def rank_environment(config: RunConfig, ranks: int) -> Iterator[None]:
+    """Variables that every rank inherits: ``launcher.env`` wins over the defaults here, and both over nothing."""
+    # Each rank would else take a thread a core, and N ranks fight for them.
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    defaults = {**_QUIET, "OMP_NUM_THREADS": str(threads)}
+    added = {name: value for name, value in defaults.items() if name not in os.environ} | config.launcher.env
+    with _environ(added):
+        yield
+
+
+@contextmanager
+def one_rank_environment(config: RunConfig) -> Iterator[None]:
+    """As ``rank_environment`` for a single rank in this process, with the rendezvous of a world of one."""
+    from torch.distributed.elastic.utils import get_socket_with_port
+
+    with get_socket_with_port() as socket:
+        port = socket.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with rank_environment(config, 1), _environ(alone):
+        yield
+
+
+@contextmanager
+def _environ(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@cache
+def rendezvous_store(timeout_s: float) -> Store:
+    """The key-value store of this world, from MASTER_ADDR and MASTER_PORT; one a process."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    return store

@@ -1,0 +1,76 @@
+"""What went wrong in a rank, kept as a file in the run folder, so that whoever watches can show it first and once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE, UserError
+from glmexp.launcher.folder import FAILURES, write_json, write_status
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end. ``exit_code`` is 2 for a user's mistake, 1 for a failure, 128 + signal where one ended it."""
+
+    rank: int
+    exit_code: int
+    message: str
+    trace: str
+    time_s: float
+
+
+def of_exception(rank: int, error: BaseException) -> Failure:
+    """UserErrors keep their report and no traceback; everything else keeps both."""
+    if isinstance(error, UserError):
+        return Failure(rank, EXIT_USER_MISTAKE, error.report(), "", time.time())
+    trace = "".join(traceback.format_exception(error))
+    return Failure(rank, EXIT_FAILURE, f"{type(error).__name__}: {error}", trace, time.time())
+
+
+def of_signal(rank: int, number: int) -> Failure:
+    """A rank that a signal ended."""
+    name = signal.Signals(number).name
+    return Failure(rank, 128 + number, f"ended by signal {number} ({name})", "", time.time())
+
+
+def record(folder: Path, failure: Failure) -> None:
+    """Write the failure beside those of the other ranks."""
+    write_json(folder / FAILURES / f"rank{failure.rank}.json", asdict(failure))
+
+
+def recorded(folder: Path) -> list[Failure]:
+    """All recorded failures, earliest first."""
+    files = sorted((folder / FAILURES).glob("rank*.json"))
+    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    return sorted(found, key=lambda failure: failure.time_s)
+
+
+def first_cause(failures: list[Failure]) -> Failure:
+    """The failure that the others follow from.
+
+    A killed rank writes nothing itself and is seen after the errors of the ranks that lost it, so a signal that
+    nobody here sends (not SIGTERM, which ends the survivors) goes before all others; then the earliest.
+    """
+    if not failures:
+        raise AssertionError("a failed run without a failure")
+    killed = [failure for failure in failures if failure.exit_code > 128 and failure.exit_code != 128 + signal.SIGTERM]
+    own = [failure for failure in failures if failure.exit_code <= 128]
+    return min(killed or own or failures, key=lambda failure: failure.time_s)
+
+
+def report(folder: Path, failure: Failure, ranks: int) -> None:
+    """Show the failure on the terminal and in status.json."""
+    write_status(folder, "failed", rank=failure.rank, exit_code=failure.exit_code, reason=failure.message)
+    if failure.exit_code == EXIT_USER_MISTAKE:
+        print(failure.message, file=sys.stderr)
+        return
+    print(f"\nrank {failure.rank} of {ranks} failed: {failure.message}", file=sys.stderr)
+    if failure.trace:
+        print(f"\n{failure.trace.rstrip()}", file=sys.stderr)
+    print(f"run folder: {folder}", file=sys.stderr)

@@ -1,0 +1,121 @@
+"""The run folder: one per run, however many are started in the same second; its status and its failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.load import write
+from glmexp.config.schema import RunConfig
+
+CONFIG = "config.yaml"
+STATUS = "status.json"
+FAILURES = "failures"
+_RECORDED = ("torch", "deepspeed", "transformers", "peft", "hydra-core", "omegaconf", "wandb", "glmexp")
+
+
+def make(config: RunConfig) -> Path:
+    """Create the run folder, or take up the one that is resumed; write config.yaml and environment.json.
+
+    ``mkdir`` decides between runs of the same second, so no two share a folder.
+    """
+    if config.train.resume is not None:
+        folder = run_of_checkpoint(Path(config.train.resume))
+    elif config.run.dir is not None:
+        folder = Path(config.run.dir).absolute()
+        if (folder / CONFIG).exists():
+            if not config.run.overwrite:
+                raise ConfigError(
+                    Problem(
+                        "run.dir",
+                        f"{folder} already holds a run",
+                        "choose another folder, train.resume=FOLDER to go on with it, or run.overwrite=true",
+                    )
+                )
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        folder = _fresh(Path("outputs").absolute() / config.run.name)
+    config.run.dir = str(folder)
+    shutil.rmtree(folder / FAILURES, ignore_errors=True)
+    write(config, folder / CONFIG)
+    write_json(folder / "environment.json", _environment(config))
+    write_status(folder, "starting")
+    return folder
+
+
+def run_of_checkpoint(path: Path) -> Path:
+    """The run folder that ``train.resume`` means: the folder itself, or the one above ``checkpoints/``."""
+    for folder in (path, *path.parents):
+        if (folder / CONFIG).exists():
+            return folder.absolute()
+    raise ConfigError(
+        Problem("train.resume", f"{path} is no run folder and lies in none", f"name a folder that holds {CONFIG}")
+    )
+
+
+def _fresh(parent: Path) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ["", *(f"-{number}" for number in range(2, 10_000))]:
+        folder = parent / f"{stamp}{suffix}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError(f"10,000 runs of one second under {parent}")
+
+
+def _environment(config: RunConfig) -> dict[str, Any]:
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "versions": {package: version(package) for package in _RECORDED},
+        "python": ".".join(map(str, __import__("sys").version_info[:3])),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "seed": config.train.seed,
+        "cpus": os.cpu_count(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _git(*words: str) -> str | None:
+    """Output of git in the folder of the code; None outside of a checkout or without git."""
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists() or shutil.which("git") is None:
+        return None
+    done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write to a temporary name and rename, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_status(folder: Path, state: str, **more: Any) -> None:
+    """``status.json``: state is starting, running, finished or failed; the rest says why and how far."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder / STATUS, {"state": state, "time": now, "pid": os.getpid(), **more})
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """What ``write_status`` wrote last."""
+    return json.loads((folder / STATUS).read_text(encoding="utf-8"))

@@ -1,0 +1,115 @@
+"""From a checked configuration to ended ranks: one folder, N ranks, one exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE
+from glmexp.config.schema import RunConfig
+from glmexp.launcher import failures, folder
+from glmexp.launcher.ranks import Outside, gpu_count, outside_ranks
+
+RUN_FOLDER_KEY = "glmexp/run_folder"
+
+
+def start(config: RunConfig) -> int:
+    """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
+    run_folder = folder.make(config)
+    if config.launcher.name == "env":
+        return _lead(config, run_folder)
+    if config.launcher.name == "inprocess":
+        return _in_process(config, run_folder)
+    return _local(config, run_folder)
+
+
+def sweep(trials: list[RunConfig], sweep_folder: str) -> int:
+    """Run trials one after another, each in its own processes. A failed one does not stop the rest; then returns 1."""
+    codes = []
+    for number, config in enumerate(trials, start=1):
+        print(f"\n== trial {number} of {len(trials)}: {config.run.dir}", flush=True)
+        codes.append(start(config))
+        if codes[-1] == 128 + signal.SIGINT:
+            print(f"sweep interrupted after trial {number} of {len(trials)}", file=sys.stderr)
+            break
+    failed = [number for number, code in enumerate(codes, start=1) if code != 0]
+    print(f"\nsweep {sweep_folder}: {len(codes) - len(failed)} of {len(trials)} trials finished", flush=True)
+    if failed:
+        print(f"failed: {', '.join(map(str, failed))}", file=sys.stderr)
+    return EXIT_FAILURE if failed or len(codes) < len(trials) else 0
+
+
+def _local(config: RunConfig, run_folder: Path) -> int:
+    """Ranks as processes of this machine under torch's elastic agent: a free port, one rank's death ends all."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from glmexp.launcher.environment import rank_environment
+
+    ranks = config.launcher.nproc or gpu_count() or 1
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=run_folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        shutdown_timeout=10,
+    )
+    with rank_environment(config, ranks):
+        try:
+            elastic_launch(launch, sys.executable)("-m", "glmexp.worker", str(run_folder))
+        except ChildFailedError as error:
+            return _failed(run_folder, ranks, {rank: one.exitcode for rank, one in error.failures.items()})
+        except SignalException as interrupt:
+            number = int(interrupt.sigval)
+            failures.report(run_folder, failures.of_signal(0, number), ranks)
+            return 128 + number
+    return 0
+
+
+def _failed(run_folder: Path, ranks: int, exit_codes: dict[int, int]) -> int:
+    """Show the first cause among what the ranks recorded and what the agent saw; the run's exit code."""
+    found = failures.recorded(run_folder)
+    known = {failure.rank for failure in found}
+    found += [failures.of_signal(rank, -code) for rank, code in exit_codes.items() if code < 0 and rank not in known]
+    if not found:
+        found = [
+            failures.Failure(rank, EXIT_FAILURE, f"ended with exit code {code} and left no message", "", 0.0)
+            for rank, code in exit_codes.items()
+        ]
+    cause = failures.first_cause(found)
+    failures.report(run_folder, cause, ranks)
+    return EXIT_USER_MISTAKE if cause.exit_code == EXIT_USER_MISTAKE else EXIT_FAILURE
+
+
+def _in_process(config: RunConfig, run_folder: Path) -> int:
+    """One rank in this process, for debuggers; its rendezvous is a store of its own."""
+    from glmexp.launcher.environment import one_rank_environment
+    from glmexp.worker import run_rank
+
+    with one_rank_environment(config):
+        return run_rank(run_folder, shows_failures=True)
+
+
+def _lead(config: RunConfig, run_folder: Path) -> int:
+    """Rank 0 under an outside launcher: hand the folder to the others, then be a rank."""
+    from glmexp.launcher.environment import rendezvous_store
+    from glmexp.worker import run_rank
+
+    rendezvous_store(config.launcher.timeout_s).set(RUN_FOLDER_KEY, str(run_folder))
+    return run_rank(run_folder, shows_failures=True)
+
+
+def follow(outside: Outside) -> int:
+    """Ranks other than 0 under an outside launcher: wait for rank 0's folder, then be a rank."""
+    from glmexp.launcher.environment import rendezvous_store
+    from glmexp.worker import run_rank
+
+    assert outside == outside_ranks(), "follow() is for the process that the launcher started"
+    run_folder = rendezvous_store(timeout_s=600).get(RUN_FOLDER_KEY).decode()
+    return run_rank(Path(run_folder), shows_failures=True)

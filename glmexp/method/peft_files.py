@@ -1,0 +1,108 @@
+"""PEFT adapters: wrap a model, write and load the folder that the ecosystem reads. Shared by lora and ptuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glmexp.config.errors import ArtifactError, ConfigError, Problem
+from glmexp.method.base import check_keys, check_shapes
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from torch import nn
+    from transformers import PreTrainedModel
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def wrap(model: PreTrainedModel, config: PeftConfig) -> nn.Module:
+    """``model`` with PEFT's parameters, the base frozen. They take the base's dtype (no silent float32 copy)."""
+    from peft import get_peft_model
+
+    _check_targets(model, config)
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+
+def _check_targets(model: PreTrainedModel, config: PeftConfig) -> None:
+    """PEFT accepts a target that matches nothing as long as another one does."""
+    modules = [name for name, _ in model.named_modules()]
+    problems = []
+    for key in ("target_modules", "modules_to_save"):
+        for target in sorted(getattr(config, key, None) or []):
+            if not any(name == target or name.endswith(f".{target}") for name in modules):
+                there = sorted(
+                    {name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()} - {""}
+                )
+                problems.append(
+                    Problem(
+                        f"method.{key}", f"{target!r} matches no module of the model", f"there are: {', '.join(there)}"
+                    )
+                )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def write(folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """The PEFT folder from whole tensors: PEFT itself never sees partitions."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    # Buffers and frozen parameters are not asked for: PEFT picks its own keys out of the dict.
+    if model.active_peft_config.is_prompt_learning:
+        # One trained table without projection; with it PEFT saves the projected table, which needs the live module.
+        state = {"prompt_embeddings": _prompt_table(model, tensors)}
+    else:
+        state = get_peft_model_state_dict(model, state_dict=dict(tensors))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, metadata={"format": "pt"}
+    )
+    model.active_peft_config.save_pretrained(folder)
+
+
+def _prompt_table(model: nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The prefix as (virtual tokens, layers * 2 * width): what the encoder gives for its own token ids."""
+    import copy
+
+    import torch
+
+    encoder = copy.deepcopy(model.prompt_encoder["default"]).to("cpu")
+    prefix = "prompt_encoder.default."
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    encoder.load_state_dict(own, assign=True)
+    with torch.no_grad():
+        return encoder(torch.arange(model.active_peft_config.num_virtual_tokens)).clone()
+
+
+def load(folder: Path, model: PreTrainedModel) -> nn.Module:
+    """The base with the adapter, after a check that PEFT leaves out: every key of both sides must fit the other."""
+    from peft import PeftConfig, PeftModel
+    from safetensors import SafetensorError, safe_open
+
+    if not (folder / CONFIG).exists():
+        raise ArtifactError(
+            Problem(str(folder), f"holds no {CONFIG}", "name a folder that method=lora or ptuning wrote")
+        )
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no dict
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(
+            Problem(str(folder / WEIGHTS), f"cannot be read: {error}", "the file is not whole")
+        ) from error
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    loaded = PeftModel(model, config, autocast_adapter_dtype=False)
+    expected = _expected_shapes(loaded)
+    check_keys(folder / WEIGHTS, set(found), set(expected))
+    check_shapes(folder / WEIGHTS, found, expected)
+    loaded.load_adapter(str(folder), "default", is_trainable=False, autocast_adapter_dtype=False)
+    return loaded
+
+
+def _expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    from peft import get_peft_model_state_dict
+
+    return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
