@@ -127,7 +127,7 @@ def run_on_ranks(
         )
 
     for rank in range(ranks):
-        hook.run(context(rank, lambda values: sums.append(values) or values, lambda part: parts.append(part)))
+        hook.run(context(rank, lambda values: sums.append(values) or [1.0] * len(values), parts.append))
     total = [sum(values) for values in zip(*sums, strict=True)]
     return [
         hook.run(context(rank, lambda _: total, lambda _, rank=rank: parts if rank == 0 else None))
