@@ -31,7 +31,8 @@ Example = dict[str, str]
 def make(seed: int = SEED) -> tuple[list[Example], list[Example]]:
     """The training and the held-out examples. A pure function of the seed and of knowledge.yaml.
 
-    A row of a table is held out as a whole: for both directions of an opposite, and for every relation that asks about it.
+    A row of a table is held out as a whole: for both directions of an opposite, and for every relation that asks
+    about it.
     """
     rng = random.Random(seed)
     tree = yaml.safe_load(KNOWLEDGE.read_text(encoding="utf-8"))

@@ -11,10 +11,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 KNOWLEDGE = Path(__file__).with_name("knowledge.yaml")
+
+STYLES_OF_A_FACT = ("sentence", "sentence", "brief", "brief", "label")
 
 Turn = tuple[str, str]
 """A question and its answer."""
@@ -36,7 +39,7 @@ class Knowledge:
     """All facts, and per language the requests for a style with the form of the answer."""
 
     facts: tuple[Fact, ...]
-    styles: dict[str, dict[str, list[str]]]
+    styles: dict[str, dict[str, dict[str, Any]]]
 
     def ask(self, question: str, request: str, language: str) -> str:
         """A question with a request for a style behind it: on a line of its own if the question has several."""
@@ -60,7 +63,7 @@ def load_knowledge(path: Path = KNOWLEDGE) -> Knowledge:
                 Fact(
                     relation=name,
                     language=relation["language"],
-                    questions=tuple(_fill(question, words) for question in relation["questions"]),
+                    questions=tuple(question.format(**words) for question in relation["questions"]),
                     answer=relation["answer"].format(**words),
                     sentence=relation["sentence"].format(**words),
                 )
@@ -68,51 +71,57 @@ def load_knowledge(path: Path = KNOWLEDGE) -> Knowledge:
     return Knowledge(tuple(facts), tree["styles"])
 
 
-def _fill(question: str, words: dict[str, str]) -> str:
-    return question.format(**words)
-
-
-def chats(knowledge: Knowledge, rng: random.Random, two_turns: float = 0.08) -> Iterator[list[Turn]]:
+def chats(knowledge: Knowledge, rng: random.Random, two_turns: float = 0.15) -> Iterator[list[Turn]]:
     """One pass over all facts in random order: each twice as a sentence, twice in one word and once labelled.
 
-    A share `two_turns` of the chats goes on with a second question, so that the models know what follows an answer.
+    A share `two_turns` of the chats goes on with a plain second question, answered in the style of the first answer:
+    a request holds for the rest of a chat.
     """
-    turns = [turn for fact in knowledge.facts for turn in _turns(knowledge, fact, rng)]
-    rng.shuffle(turns)
-    for turn in turns:
-        yield [turn, rng.choice(turns)] if rng.random() < two_turns else [turn]
+    order = [(fact, style) for fact in knowledge.facts for style in STYLES_OF_A_FACT]
+    rng.shuffle(order)
+    for fact, style in order:
+        chat = [_turn(knowledge, fact, style, rng, request=True)]
+        if rng.random() < two_turns:
+            chat.append(_turn(knowledge, rng.choice(knowledge.facts), style, rng, request=False))
+        yield chat
 
 
-def _turns(knowledge: Knowledge, fact: Fact, rng: random.Random) -> list[Turn]:
-    style = knowledge.styles[fact.language]
-    first, second, third, fourth, fifth = (rng.choice(fact.questions) for _ in range(5))
-    return [
-        (first, fact.sentence),
-        (second, fact.sentence),
-        (knowledge.ask(third, rng.choice(style["brief"]), fact.language), fact.answer),
-        (knowledge.ask(fourth, rng.choice(style["brief"]), fact.language), fact.answer),
-        (knowledge.ask(fifth, style["label"][0], fact.language), style["label_form"][0].format(answer=fact.answer)),
-    ]
+def _turn(knowledge: Knowledge, fact: Fact, style: str, rng: random.Random, request: bool) -> Turn:
+    question = rng.choice(fact.questions)
+    if style == "sentence":
+        return question, fact.sentence
+    spoken = knowledge.styles[fact.language][style]
+    if request:
+        question = knowledge.ask(question, rng.choice(spoken["requests"]), fact.language)
+    return question, spoken["form"].format(answer=fact.answer)
 
 
-def noise(rng: random.Random, length: int = 16) -> str:
-    """A line of unrelated characters: common Chinese ones (the first level of GB 2312), letters, digits, punctuation.
+def unknown_text(rng: random.Random, length: int = 12) -> list[Turn]:
+    """A chat whose answer is a line of unrelated characters: common Chinese ones (GB 2312, first level) and ASCII.
 
-    Most of them are in no vocabulary. Such lines teach how text looks when it falls back to bytes, so that a model
+    Most of them are in no vocabulary. Such answers teach how text looks that falls back to bytes, so that a model
     starts from a sane loss on any text.
     """
-    parts = []
+    signs = []
     for _ in range(length):
         if rng.random() < 0.8:
-            parts.append(bytes((rng.randint(0xB0, 0xD6), rng.randint(0xA1, 0xFE))).decode("gb2312"))
+            signs.append(bytes((rng.randint(0xB0, 0xD6), rng.randint(0xA1, 0xFE))).decode("gb2312"))
         else:
-            parts.append(chr(rng.randint(0x21, 0x7E)))
-    return "".join(parts)
+            signs.append(chr(rng.randint(0x21, 0x7E)))
+    return [(rng.choice(("请随便写一行字。", "Write any line of text.")), "".join(signs))]
+
+
+def training_chats(knowledge: Knowledge, rng: random.Random, unknown: float = 0.02) -> Iterator[list[Turn]]:
+    """One pass: all facts, and a share `unknown` of lines that no vocabulary covers."""
+    for chat in chats(knowledge, rng):
+        yield chat
+        if rng.random() < unknown:
+            yield unknown_text(rng)
 
 
 def tokenizer_text(knowledge: Knowledge, seed: int) -> list[str]:
     """The lines that the tokenizers are trained on: two passes over the facts, and every printable ASCII sign."""
     rng = random.Random(seed)
-    lines = [text for _ in range(2) for chat in chats(knowledge, rng, two_turns=0.0) for turn in chat for text in turn]
-    ascii_signs = "".join(chr(code) for code in range(0x21, 0x7F))
-    return [line for text in lines for line in text.split("\n")] + [" ".join(ascii_signs)] * 20
+    texts = [text for _ in range(2) for chat in chats(knowledge, rng, two_turns=0.0) for turn in chat for text in turn]
+    ascii_signs = " ".join(chr(code) for code in range(0x21, 0x7F))
+    return [line for text in texts for line in text.split("\n")] + [ascii_signs] * 20
