@@ -34,8 +34,8 @@ def eager_attention(
 ) -> tuple[Tensor, Tensor]:
     """Plain attention with a float32 softmax.
 
-    ``query`` (batch, heads, length, head_size); ``key``, ``value`` (batch, key/value heads, keys, head_size); the mask
-    broadcasts to (batch, heads, length, keys), None means causal (bottom right). Returns (batch, length, heads,
+    ``query`` (batch, heads, length, head_size); ``key``, ``value`` (batch, key/value heads, keys, head_size); the
+    mask broadcasts to (batch, heads, length, keys), None means causal (bottom right). Returns (batch, length, heads,
     head_size) and the weights.
     """
     repeats = query.shape[1] // key.shape[1]
@@ -66,9 +66,9 @@ def decoder_mask(attention_mask: Tensor | None, ids: Tensor, past: int, prefix_l
     """The mask of v2 and v3: causal, and the key is real.
 
     ``attention_mask``: None; (batch, past + length), 1 = real; or a boolean (batch, 1, length, past + length), True =
-    visible, used as it is (packed rows). ``ids``: (batch, length, ...), read for its shape and device. Returns None where
-    plain causal attention (or a single query that sees all) says the same, so that fused kernels without a mask apply.
-    Rows of pads see everything: they have no meaning, and a fully hidden row would be NaN in some kernels.
+    visible, used as it is (packed rows). ``ids``: (batch, length, ...), read for its shape and device. Returns None
+    where plain causal attention (or a single query that sees all) says the same, so that fused kernels without a mask
+    apply. Rows of pads see everything: they have no meaning, and a fully hidden row would be NaN in some kernels.
     """
     length = ids.shape[1]
     keys = past + length
@@ -82,7 +82,8 @@ def decoder_mask(attention_mask: Tensor | None, ids: Tensor, past: int, prefix_l
         return open_prefix(attention_mask, prefix_length)
     if attention_mask.ndim != 2 or attention_mask.shape[1] != keys:
         raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}; it must be (batch, {keys}): {past} cached and {length} new"
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be (batch, {keys}): {past} cached and"
+            f" {length} new"
         )
     real = attention_mask.bool()
     visible = causal_mask(length, keys, ids.device) & real[:, None, None, :]

@@ -5,24 +5,40 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-from transformers import PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from glmexp.model.base import ChatGLMPreTrainedModel
+from glmexp.model.chatglm import ChatGLMForConditionalGeneration
 from glmexp.model.chatglm2 import ChatGLM2ForConditionalGeneration
 from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig, ChatGLMFamilyConfig, release_of
+from glmexp.model.tokenization_chatglm import ChatGLM1Tokenizer
 from glmexp.model.tokenization_chatglm2 import ChatGLM2Tokenizer, ChatGLM3Tokenizer
 
-MODELS = {ChatGLM2Config: ChatGLM2ForConditionalGeneration}
-TOKENIZERS = {"chatglm2": ChatGLM2Tokenizer, "chatglm3": ChatGLM3Tokenizer}
+MODELS: dict[type[ChatGLMFamilyConfig], type[ChatGLMPreTrainedModel]] = {
+    ChatGLMConfig: ChatGLMForConditionalGeneration,
+    ChatGLM2Config: ChatGLM2ForConditionalGeneration,
+}
+TOKENIZERS: dict[str, Any] = {
+    "chatglm": ChatGLM1Tokenizer,
+    "chatglm2": ChatGLM2Tokenizer,
+    "chatglm3": ChatGLM3Tokenizer,
+}
 
 
 class ChatGLMTokenizer:
     """The name that all three releases write in tokenizer_config.json; ``from_pretrained`` picks the right class.
 
     The folder's config.json decides when it is there and tells; then the released name in tokenizer_config.json; then
-    the vocabulary file (``ice_text.model`` is v1's). Files of v2 and v3 are the same, and when nothing tells them apart
-    it is ChatGLM3's tokenizer, whose ids for plain text are those of ChatGLM2's.
+    the vocabulary file (``ice_text.model`` is v1's). Files of v2 and v3 are the same, and when nothing tells them
+    apart it is ChatGLM3's tokenizer, whose ids for plain text are those of ChatGLM2's.
     """
 
     @classmethod

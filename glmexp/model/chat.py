@@ -1,6 +1,7 @@
 """Chat prompts and training rows of each release, as token ids. Needs the tokenizer only, no torch.
 
-Text and special tokens never mix: special ids are put in as ids, so a role or a mask token that a user types stays text.
+Text and special tokens never mix: special ids are put in as ids, so a role or a mask token that a user types stays
+text.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], supervise: Supervis
     ``messages``: dicts with ``role`` (system, user, assistant, observation) and ``content``; for v3 also ``metadata``
     (the line after the role, a tool's name) and, on system messages, ``tools`` (a list, written as JSON).
 
-    v1: ``prompt [gMASK] sop answer eop``, supervised from sop on, as the release trains. v2: ``[gMASK] sop prompt answer
-    </s>``. In both, earlier rounds are part of the prompt's text and only the last answer can be supervised; a system
-    message stands in front of the prompt, on lines of its own (the releases have no system role). v3: every message with
-    its role token, then ``</s>``; supervised are the answers after ``<|assistant|>`` and the token behind each answer
-    (the next role or ``</s>``): all of them or the last, by ``supervise``.
+    v1: ``prompt [gMASK] sop answer eop``, supervised from sop on, as the release trains. v2: ``[gMASK] sop prompt
+    answer </s>``. In both, earlier rounds are part of the prompt's text and only the last answer can be supervised; a
+    system message stands in front of the prompt, on lines of its own (the releases have no system role). v3: every
+    message with its role token, then ``</s>``; supervised are the answers after ``<|assistant|>`` and the token
+    behind each answer (the next role or ``</s>``): all of them or the last, by ``supervise``.
 
     Raises DataError for an unknown role, a wrong order or something that the release has no place for.
     """
@@ -129,7 +130,14 @@ def release_of(tokenizer: Any) -> str:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text without special tokens around it."""
+    """Ids of a text without special tokens around it.
+
+    v1's tokenizer reads ``[MASK]``, ``<sop>``, ``<eop>`` and the like in a text as special tokens; a chat's text may
+    not do that (a typed ``<sop>`` would end the prompt), so there they are read as text. Added tokens are still read.
+    """
+    if release_of(tokenizer) == "chatglm":
+        plain = any(token in text for token in tokenizer.special_tokens_map.values())
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from glmexp.model.attention import attention_function, decoder_mask
+from glmexp.model.base import ChatGLMPreTrainedModel
 from glmexp.model.configuration import ChatGLM2Config
-from glmexp.model.head import causal_loss, keep_positions
-from glmexp.model.prefix import PrefixEncoder, PrefixMixin, join_prefix, prefix_states
-from glmexp.model.rope import inverse_frequencies, rotate_interleaved, rotation_table
+from glmexp.model.prefix import PrefixEncoder, join_prefix, prefix_states
+from glmexp.model.rope import ROPE_BASE, inverse_frequencies, rotate_interleaved, rotation_table
 
 ATTENTION_KINDS = ("eager", "sdpa")
 
@@ -186,7 +185,7 @@ class Encoder(nn.Module):
     def forward(
         self, hidden: Tensor, prefix: list[Any], collect: bool, **kwargs: Any
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """``hidden`` (batch, length, hidden) to the same, and, if ``collect``, the embedding output and each block's."""
+        """``hidden`` (batch, length, hidden) to the same; with ``collect`` all blocks' inputs and outputs."""
         collected = [hidden]
         for index, layer in enumerate(self.layers):
             key, value = prefix[index] if prefix else (None, None)
@@ -213,7 +212,7 @@ class Transformer(nn.Module):
         """Cosines and sines for ``positions`` (batch, length): two float32 (batch, 1, length, kv_channels / 4)."""
         config = self.config
         interpolated = config.release == "chatglm2" and config.rope_ratio != 1
-        base = config.default_theta * (1 if interpolated else config.rope_ratio)
+        base = ROPE_BASE * (1 if interpolated else config.rope_ratio)
         frequencies = inverse_frequencies(config.kv_channels // 2, positions.device, base)
         scaled = positions.float() / config.rope_ratio if interpolated else positions
         return rotation_table(scaled, frequencies)
@@ -259,20 +258,19 @@ class Transformer(nn.Module):
         )
 
 
-class ChatGLM2ForConditionalGeneration(PrefixMixin, PreTrainedModel, GenerationMixin):
-    """ChatGLM2-6B and ChatGLM3-6B with the language-model head."""
+class ChatGLM2ForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
+    """ChatGLM2-6B and ChatGLM3-6B with the language-model head.
+
+    ``attention_mask``: None (all real); (batch, cached + new), 1 = real; or boolean (batch, 1, new, cached + new),
+    True = visible. ``position_ids``: (batch, new); None counts every token from the cache's length on, pads too.
+    Right padded training rows need no mask: nothing real looks at a pad, and without a mask the fused causal kernels
+    apply. The last entry of ``hidden_states`` is before the final norm. A position at or above seq_length is a
+    ValueError.
+    """
 
     config: ChatGLM2Config
     config_class = ChatGLM2Config
-    base_model_prefix = "transformer"
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"rotary_pos_emb\.inv_freq$"]
-    _tied_weights_keys: ClassVar[dict[str, str]] = {
+    _tied_weights_keys = {  # noqa: RUF012
         "transformer.output_layer.weight": "transformer.embedding.word_embeddings.weight"
     }
 
@@ -285,7 +283,7 @@ class ChatGLM2ForConditionalGeneration(PrefixMixin, PreTrainedModel, GenerationM
         """The embedding module."""
         return self.transformer.embedding.word_embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         """Replace the embedding module."""
         self.transformer.embedding.word_embeddings = value
 
@@ -293,51 +291,6 @@ class ChatGLM2ForConditionalGeneration(PrefixMixin, PreTrainedModel, GenerationM
         """The output layer."""
         return self.transformer.output_layer
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
         """Replace the output layer."""
         self.transformer.output_layer = new_embeddings
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Any = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits (batch, length, vocabulary), and the loss over ``labels`` (batch, length; -100 is not counted).
-
-        ``attention_mask``: None (all real), or (batch, cached + new), 1 = real, or boolean (batch, 1, new, cached + new),
-        True = visible. ``position_ids``: (batch, new); None counts every token from the cache's length on, pads too. The
-        prefix of P-Tuning adds itself. Masks of right padded training rows are not needed: nothing real looks at a pad,
-        and without a mask the fused causal kernels apply. ``hidden_states``: the embedding output and each block's
-        output, the last one before the final norm.
-
-        Raises ValueError for a position at or above seq_length or a mask of another length.
-        """
-        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        collect = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        hidden, collected = self.transformer(
-            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, bool(collect), **kwargs
-        )
-        kept = keep_positions(hidden, logits_to_keep)
-        logits = self.transformer.output_layer(kept.to(self.transformer.output_layer.weight.dtype))
-        loss = None
-        if labels is not None:
-            loss = causal_loss(logits, labels, logits_to_keep, num_items_in_batch)
-        output = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=collected,
-        )
-        return output if return_dict is None or return_dict else output.to_tuple()

@@ -1,8 +1,8 @@
 """Configurations of ChatGLM-6B (v1) and of ChatGLM2/3-6B (v2, v3), read from the released config.json alone.
 
-All three releases say ``model_type: chatglm``. The key ``position_encoding_2d`` marks v1. ChatGLM2 and ChatGLM3 are the
-same network in float32 except for ``rope_ratio``; only the released name tells them apart, and transformers replaces that
-name by the local folder, so both classes keep it in a field of their own, ``release``.
+All three releases say ``model_type: chatglm``. The key ``position_encoding_2d`` marks v1. ChatGLM2 and ChatGLM3 are
+the same network in float32 except for ``rope_ratio``; only the released name tells them apart, and transformers
+replaces that name by the local folder, so both classes keep it in a field of their own, ``release``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def release_of(config: dict[str, Any], default: str | None = "chatglm3") -> str 
     saved = config.get("release")
     if saved is not None:
         if saved not in RELEASES:
-            raise ConfigError(
-                Problem("config.json: release", f"{saved!r} is unknown", f"one of {', '.join(RELEASES)}")
-            )
+            raise ConfigError(Problem("config.json: release", f"{saved!r} is unknown", f"one of {', '.join(RELEASES)}"))
         return str(saved)
     if "position_encoding_2d" in config:
         return "chatglm"
@@ -42,7 +40,6 @@ class ChatGLMFamilyConfig(PreTrainedConfig):
     """What ``AutoConfig`` finds for ``model_type: chatglm``; ``from_dict`` picks the class of the release."""
 
     model_type: ClassVar[str] = "chatglm"
-    default_theta: ClassVar[float] = 10000.0
 
     release: str | None = None
     bos_token_id: int | None = None
@@ -67,9 +64,7 @@ class ChatGLMFamilyConfig(PreTrainedConfig):
             return wanted.from_dict(config_dict, **kwargs)  # type: ignore[return-value]
         if not issubclass(cls, wanted):
             raise ConfigError(
-                Problem(
-                    "config.json", f"describes {found}, which {cls.__name__} cannot read", f"use {wanted.__name__}"
-                )
+                Problem("config.json", f"describes {found}, which {cls.__name__} cannot read", f"use {wanted.__name__}")
             )
         ratio = config_dict.get("rope_ratio", 1)
         if ratio != 1 and release_of(config_dict, default=None) is None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def keep_positions(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
     """Select positions of ``states`` (batch, length, ...).
 
-    ``logits_to_keep``: 0 keeps all, n the last n; a tensor of indices (kept,) keeps these in every row; a boolean mask
-    (batch, length) keeps its True positions and flattens to (kept, ...).
+    ``logits_to_keep``: 0 keeps all, n the last n; a tensor of indices (kept,) keeps these in every row; a boolean
+    mask (batch, length) keeps its True positions and flattens to (kept, ...).
     """
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.dtype == torch.bool:

@@ -1,6 +1,7 @@
 """P-Tuning v2 (Liu et al. 2021, arXiv:2110.07602): trained keys and values in front of every layer's own.
 
-They are inputs of each layer, not a cache: gradient checkpointing drops caches, and it would drop the prefix with them.
+They are inputs of each layer, not a cache: gradient checkpointing drops caches, and it would drop the prefix with
+them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ KEY_PREFIX = "transformer.prefix_encoder."
 class PrefixEncoder(nn.Module):
     """``transformer.prefix_encoder``: one learned row per virtual token, optionally through a two-layer MLP.
 
-    The row without a projection is as wide as all layers' keys and values. With one, v1's embedding has the hidden size
-    and v2/v3's has the full width, as released.
+    The row without a projection is as wide as all layers' keys and values. With one, v1's embedding has the hidden
+    size and v2/v3's has the full width, as released.
     """
 
     def __init__(self, config: ChatGLMConfig | ChatGLM2Config) -> None:
@@ -37,12 +38,11 @@ class PrefixEncoder(nn.Module):
         narrow = config.prefix_projection and config.release == "chatglm"
         embedding_width = config.hidden_size if narrow else width
         self.embedding = nn.Embedding(self.pre_seq_len, embedding_width)
+        self.trans: nn.Module = nn.Identity()
         if config.prefix_projection:
             self.trans = nn.Sequential(
                 nn.Linear(embedding_width, config.hidden_size), nn.Tanh(), nn.Linear(config.hidden_size, width)
             )
-        else:
-            self.trans = nn.Identity()
         self.dropout = nn.Dropout(PREFIX_DROPOUT)
 
     def forward(self, slots: Tensor, batch: int) -> Tensor:
@@ -97,8 +97,8 @@ class PrefixMixin:
 def load_prefix(model: Any, state_dict: Mapping[str, Tensor]) -> None:
     """Load a released prefix checkpoint, which holds only ``transformer.prefix_encoder.*``, into ``model``.
 
-    A model without a prefix gets one of the checkpoint's size. Raises ArtifactError, naming every key that is missing,
-    is not a prefix weight, or has another shape than the model needs; nothing is changed then.
+    A model without a prefix gets one of the checkpoint's size. Raises ArtifactError, naming every key that is
+    missing, is not a prefix weight, or has another shape than the model needs; nothing is changed then.
     """
     embedding = state_dict.get(KEY_PREFIX + "embedding.weight")
     if model.transformer.prefix_encoder is None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ROPE_BASE = 10000.0
 
-def inverse_frequencies(width: int, device: torch.device, base: float = 10000.0, half_rounded: bool = False) -> Tensor:
+
+def inverse_frequencies(
+    width: int, device: torch.device, base: float = ROPE_BASE, half_rounded: bool = False
+) -> Tensor:
     """``base ** (-2i / width)`` for i in 0..width/2-1, float32, shape (width / 2,).
 
     ``half_rounded``: rounded to float16 and kept so, as ChatGLM-6B was trained (exact values are off by 6e-3 in the
@@ -22,7 +26,7 @@ def inverse_frequencies(width: int, device: torch.device, base: float = 10000.0,
 
 
 def rotation_table(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32, of ``positions`` (batch, length): two tensors (batch, 1, length, len(frequencies))."""
+    """Cosines and sines of ``positions`` (batch, length): two float32 (batch, 1, length, len(frequencies))."""
     angles = positions[:, None, :, None].float() * frequencies
     return angles.cos(), angles.sin()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-from pathlib import Path
 from typing import Any, ClassVar
 
 from sentencepiece import SentencePieceProcessor
 from transformers import PreTrainedTokenizer
 
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.model.tokenization_chatglm import save_sentencepiece
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
@@ -18,13 +17,13 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 class ChatGLM2Tokenizer(PreTrainedTokenizer):
     """ChatGLM2-6B's tokenizer. ``[gMASK] sop`` stand in front of a text, ``</s>`` behind a pair.
 
-    No text is ever read as a special token. Padding is on the left unless asked otherwise and returns ``position_ids``:
-    0 on pads, real tokens counted from 0. Decoding drops special tokens.
+    No text is ever read as a special token. Padding is on the left unless asked otherwise and returns
+    ``position_ids``: 0 on pads, real tokens counted from 0. Decoding drops special tokens.
     """
 
     release: ClassVar[str] = "chatglm2"
-    vocab_files_names: ClassVar[dict[str, str]] = {"vocab_file": "tokenizer.model"}
-    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask", "position_ids"]
+    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012
+    model_input_names = ["input_ids", "attention_mask", "position_ids"]  # noqa: RUF012
     padding_side = "left"
     command_tokens: ClassVar[tuple[str, ...]] = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
     fixed_tokens: ClassVar[dict[str, str | None]] = {
@@ -44,7 +43,9 @@ class ChatGLM2Tokenizer(PreTrainedTokenizer):
             given = kwargs.pop(name, None)
             if given is not None and str(given) not in (token, "<pad>"):
                 raise ConfigError(
-                    Problem(f"tokenizer: {name}", f"is {str(given)!r}", f"the released vocabulary fixes it as {token!r}")
+                    Problem(
+                        f"tokenizer: {name}", f"is {str(given)!r}", f"the released vocabulary fixes it as {token!r}"
+                    )
                 )
         super().__init__(**kwargs)
 
@@ -129,7 +130,7 @@ class ChatGLM2Tokenizer(PreTrainedTokenizer):
         if positions is None:
             real = encoded_inputs.get("attention_mask") or [1] * length
             positions = [max(sum(real[: index + 1]) - 1, 0) if real[index] else 0 for index in range(length)]
-        padded = super()._pad(encoded_inputs, *args, padding_side=padding_side, **kwargs)
+        padded = super()._pad(encoded_inputs, *args, padding_side=padding_side, **kwargs)  # type: ignore[misc]
         fill = [0] * (len(padded["input_ids"]) - length)
         left = (padding_side or self.padding_side) == "left"
         padded["position_ids"] = [*fill, *positions] if left else [*positions, *fill]
@@ -137,13 +138,7 @@ class ChatGLM2Tokenizer(PreTrainedTokenizer):
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """Write the SentencePiece file under its released name."""
-        name = self.vocab_files_names["vocab_file"]
-        target = Path(save_directory, f"{filename_prefix}-{name}" if filename_prefix else name)
-        if not Path(self.vocab_file).is_file():
-            target.write_bytes(self.sp_model.serialized_model_proto())
-        elif not target.exists() or not target.samefile(self.vocab_file):
-            shutil.copyfile(self.vocab_file, target)
-        return (str(target),)
+        return save_sentencepiece(self, save_directory, filename_prefix)
 
 
 class ChatGLM3Tokenizer(ChatGLM2Tokenizer):
