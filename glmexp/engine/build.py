@@ -53,7 +53,8 @@ def count(parameters: list[tuple[str, nn.Parameter]]) -> int:
 def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], total_steps: int) -> Any:
     """The DeepSpeed engine over ``model``. Only trainable parameters reach the optimizer.
 
-    Trained parameters get the run's dtype first: DeepSpeed casts them at stages 0 to 2 and leaves what was added after a
+    Trained parameters get the run's dtype first: DeepSpeed casts them at stages 0 to 2 and leaves what was added
+    after a
     partitioned loading alone at stage 3, and what an artifact holds must not depend on the stage.
     """
     import deepspeed

@@ -20,7 +20,8 @@ def device() -> torch.device:
 def join(timeout_s: float, store: dist.Store) -> None:
     """Join the process group over ``store`` and hand it to DeepSpeed.
 
-    A collective that waits longer than ``timeout_s`` fails. Objects go over gloo, tensors over NCCL where there are GPUs.
+    A collective that waits longer than ``timeout_s`` fails. Objects go over gloo, tensors over NCCL where there are
+    GPUs.
     """
     import deepspeed
 
@@ -42,7 +43,8 @@ def join(timeout_s: float, store: dist.Store) -> None:
 
 
 def avoid_op_builds() -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce (47 s, needs a compiler) for tensor-parallel inference.
+    """Keep DeepSpeed from compiling its shared-memory all-reduce (47 s, needs a compiler) for tensor-parallel
+    inference.
 
     The table of compatible ops is a cached module attribute that may be edited (``deepspeed/ops/__init__.py``).
     """
@@ -92,3 +94,9 @@ def gather_to_first(value: Any) -> list[Any] | None:
     parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
     dist.gather_object(value, parts, dst=0)
     return parts
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()

@@ -15,7 +15,8 @@ from glmexp.engine import distributed
 def whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Each parameter whole: a CPU copy on rank 0, None on the others. Collective: every rank walks the same names.
 
-    ``engine.module.state_dict()`` under stage 3 holds tensors of shape (0,), silently; only inside GatheredParameters is a
+    ``engine.module.state_dict()`` under stage 3 holds tensors of shape (0,), silently; only inside GatheredParameters
+    is a
     parameter whole, and only one is gathered at a time, so the peak is the largest tensor.
     """
     for name, parameter in parameters:

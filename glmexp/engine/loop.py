@@ -34,7 +34,8 @@ class StepSize:
 class Loop:
     """One run of optimizer steps over ``engine``.
 
-    steps: (step number from 1, this rank's micro batches) in order; each batch has input_ids, attention_mask and labels of
+    steps: (step number from 1, this rank's micro batches) in order; each batch has input_ids, attention_mask and
+    labels of
     (batch, length), on the CPU. on_metrics gets every ``log_steps``-th step's metrics, after_step every step's number.
     """
 
@@ -86,7 +87,8 @@ class Loop:
                 )
                 loss = loss_sum(output.logits, batch["labels"])
             with watch.phase("backward"):
-                # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up by their
+                # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up
+                # by their
                 # number, and its own division by the accumulation steps is off.
                 self.engine.backward(loss * (distributed.world_size() / tokens), scale_wrt_gas=False)
             summed += loss.detach()

@@ -11,8 +11,10 @@ IGNORED = -100
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum over supervised tokens of -log p(token), in float32.
 
-    logits: (batch, length, vocabulary); labels: (batch, length), -100 where nothing is to be learned. Position t predicts
-    label t + 1. Only supervised rows are cast to float32: the prompt's logits are never copied. A batch without a supervised
+    logits: (batch, length, vocabulary); labels: (batch, length), -100 where nothing is to be learned. Position t
+    predicts
+    label t + 1. Only supervised rows are cast to float32: the prompt's logits are never copied. A batch without a
+    supervised
     token gives 0 with zero gradients, so that every rank takes part in every collective.
     """
     targets = labels[:, 1:]
@@ -21,5 +23,7 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def supervised_tokens(labels: torch.Tensor) -> int:
-    """How many tokens ``loss_sum`` adds up: labels of (batch, length) other than -100, the first position never predicted."""
+    """How many tokens ``loss_sum`` adds up: labels of (batch, length) other than -100, the first position never
+    predicted.
+    """
     return int((labels[:, 1:] != IGNORED).sum())

@@ -30,8 +30,11 @@ class Method(Protocol):
     def must_move(self, names: list[str], steps: int) -> list[str]:
         """Which of the trained parameters must have changed after ``steps`` optimizer steps."""
 
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Write what was trained. tensors: whole, on the CPU, by the names of ``model.named_parameters()``."""
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Write what was trained. tensors: whole, on the CPU, by the names of ``model.named_parameters()``.
+
+        Returns what a model that ``load`` made must hold, by its own parameter names: mostly ``tensors`` again.
+        """
 
     def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
         """Put what ``write`` wrote onto a fresh base. Raises ArtifactError where file and model do not fit exactly."""

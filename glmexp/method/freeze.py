@@ -70,9 +70,10 @@ class Freeze(Named):
         """All that was chosen."""
         return names
 
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Safetensors with the trained tensors only, under their released names, and config.json."""
         weight_files.write(folder, model, tensors)
+        return tensors
 
     def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
         """The base with the trained tensors over its own."""

@@ -36,9 +36,10 @@ class Full(Named):
         """Everything."""
         return names
 
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The whole model: safetensors under the released names, and config.json."""
         weight_files.write(folder, model, tensors)
+        return tensors
 
     def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
         """The folder's weights over all of the model's."""

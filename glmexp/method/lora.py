@@ -39,7 +39,9 @@ class Lora(Named):
     """Default of optim.lr under this method."""
 
     def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
-        """Put adapters on ``model``: B starts at zero, so the model starts as the base. Raises ConfigError on wrong names."""
+        """Put adapters on ``model``: B starts at zero, so the model starts as the base. Raises ConfigError on wrong
+        names.
+        """
         from peft import LoraConfig
 
         return peft_files.wrap(
@@ -55,12 +57,14 @@ class Lora(Named):
         )
 
     def must_move(self, names: list[str], steps: int) -> list[str]:
-        """B moves in the first step. A's gradient is B^T times something, zero while B is: A moves from the second on."""
+        """B moves in the first step. A's gradient is B^T times something, zero while B is: A moves from the second
+        on.
+        """
         return [name for name in names if "lora_A" not in name or steps > 1]
 
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A PEFT folder: adapter_config.json and adapter_model.safetensors."""
-        peft_files.write(folder, model, tensors)
+        return peft_files.write(folder, model, tensors)
 
     def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
         """The base with the adapter from ``folder``. Raises ArtifactError where file and model do not fit exactly."""

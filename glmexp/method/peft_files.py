@@ -45,21 +45,22 @@ def _check_targets(model: PreTrainedModel, config: PeftConfig) -> None:
         raise ConfigError(*problems)
 
 
-def write(folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """The PEFT folder from whole tensors: PEFT itself never sees partitions."""
+def write(folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The PEFT folder from whole tensors: PEFT itself never sees partitions. Returns what a loaded model holds."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    # Buffers and frozen parameters are not asked for: PEFT picks its own keys out of the dict.
+    held = tensors
     if model.active_peft_config.is_prompt_learning:
-        # One trained table without projection; with it PEFT saves the projected table, which needs the live module.
-        state = {"prompt_embeddings": _prompt_table(model, tensors)}
+        # PEFT keeps the finished table, not the network that makes it, and loads it as the encoder's embedding.
+        table = _prompt_table(model, tensors)
+        state = {"prompt_embeddings": table}
+        held = {"prompt_encoder.default.embedding.weight": table}
     else:
         state = get_peft_model_state_dict(model, state_dict=dict(tensors))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, metadata={"format": "pt"}
-    )
+    save_file({name: t.contiguous() for name, t in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     model.active_peft_config.save_pretrained(folder)
+    return held
 
 
 def _prompt_table(model: nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

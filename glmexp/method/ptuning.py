@@ -65,15 +65,15 @@ class PTuning(Named):
         """All of the prefix."""
         return names
 
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """ChatGLM: the released prefix file and config.json. Qwen2: a PEFT folder."""
         if hasattr(model, "peft_config"):
-            peft_files.write(folder, model, tensors)
-            return
+            return peft_files.write(folder, model, tensors)
         import torch
 
         torch.save(tensors, folder / RELEASED_FILE)
         model.config.save_pretrained(folder)
+        return tensors
 
     def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
         """The base with the prefix from ``folder``. Raises ArtifactError where they do not fit exactly."""

@@ -1,0 +1,82 @@
+"""Evaluate: the eval hooks on an artifact, or on the base model where no artifact is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from glmexp.config.errors import ArtifactError, Problem
+from glmexp.config.schema import ModelSection, RunConfig
+from glmexp.data.prepare import prepare
+from glmexp.engine import distributed
+from glmexp.engine.build import DTYPES
+from glmexp.entry import artifact
+from glmexp.entry.console import relative
+from glmexp.entry.evaluation import Evaluation
+from glmexp.entry.session import run_info, session
+from glmexp.launcher.folder import write_status
+from glmexp.model.build import load_network, load_tokenizer
+from glmexp.model.renderer import renderer
+
+
+def run(config: RunConfig, run_folder: Path) -> int:
+    """One rank of an evaluation; every rank holds the whole model. Returns the exit code."""
+    with session(config, run_folder) as here:
+        section, dtype, folder = _subject(config)
+        template = renderer(section.family, load_tokenizer(section))
+        data = prepare(config.data, config.train.seed, template, train=False)
+        model = _load(section, dtype, folder).to(distributed.device())
+        if here.screen.active:
+            here.tracker.start(run_info(config, run_folder))
+            here.screen.lines(data.report)
+            here.screen.facts(
+                "glmexp evaluate",
+                {
+                    "model": f"{section.name} ({section.family}) in {dtype}",
+                    "artifact": relative(folder) if folder else "none: the base model alone",
+                    "hooks": ", ".join(config.eval.hooks),
+                    "ranks": f"{distributed.world_size()} on {distributed.device().type}",
+                },
+            )
+        evaluation = Evaluation(
+            settings=config.eval,
+            model=model,
+            network=model,
+            synced=False,
+            renderer=template,
+            examples=data.eval,
+            samples=run_folder / "samples",
+            record=here.record,
+            tracker=here.tracker,
+            screen=here.screen,
+        )
+        here.tracker.summary(evaluation.run(0, all_hooks=True))
+        if here.screen.active:
+            lines = here.tracker.finish("finished")
+            write_status(run_folder, "finished")
+            here.screen.lines([f"everything lies in {relative(run_folder)}: metrics.jsonl, samples/", *lines])
+    return 0
+
+
+def _subject(config: RunConfig) -> tuple[ModelSection, str, Path | None]:
+    """Model section, dtype and artifact folder: the artifact's own (in the dtype that it was trained in), or the
+    run's.
+    """
+    if config.artifact.path is None:
+        return config.model, config.precision.dtype, None
+    folder = artifact.find(Path(config.artifact.path))
+    card = artifact.read_card(folder)
+    return card.model_section(), card.dtype, folder
+
+
+def _load(section: ModelSection, dtype: str, folder: Path | None) -> nn.Module:
+    if folder is None:
+        return load_network(section, DTYPES[dtype]).eval()
+    model, card = artifact.load(folder, DTYPES[dtype])
+    faults = artifact.check(model, card)
+    if faults:
+        raise ArtifactError(
+            *(Problem(str(folder), fault, "use the base and the files that the run left") for fault in faults)
+        )
+    return model

@@ -1,0 +1,119 @@
+"""Runs the eval hooks on a model, whatever engine is under it, and leaves training as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glmexp.config.schema import EvalSection
+from glmexp.data.batches import eval_batches, pick
+from glmexp.data.collate import collate, collate_prompts
+from glmexp.data.prepare import Example
+from glmexp.engine import distributed
+from glmexp.engine.checkpoint import UntouchedRng
+from glmexp.entry.console import Screen
+from glmexp.eval.hook import EvalContext
+from glmexp.tracker.base import Tracker
+
+Record = Callable[[int, dict[str, float]], None]
+
+
+@dataclass
+class Evaluation:
+    """The chosen hooks over the held-out rows.
+
+    model: called as the engine is. network: the module below it, which generates. synced: under ZeRO-3 every forward of
+    a generation is a collective, so all ranks go on until the last one is done.
+    """
+
+    settings: EvalSection
+    model: Any
+    network: Any
+    synced: bool
+    renderer: Any
+    examples: list[Example]
+    samples: Path
+    record: Record
+    tracker: Tracker
+    screen: Screen
+    answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """Generated answers by step, on rank 0, for the table at the end."""
+
+    def due(self, step: int) -> bool:
+        """Some hook wants to run after optimizer step ``step``."""
+        return any(self._due(hook, step) for hook in self.settings.hooks.values())
+
+    @staticmethod
+    def _due(hook: Any, step: int) -> bool:
+        return hook.every is not None and step % hook.every == 0
+
+    def run(self, step: int, all_hooks: bool) -> dict[str, float]:
+        """Run all hooks, or those due at ``step``. Returns their metrics. Collective."""
+        metrics: dict[str, float] = {}
+        if not self.examples:
+            return metrics
+        was_training = self.network.training
+        self.model.eval()
+        with UntouchedRng():
+            for name, hook in self.settings.hooks.items():
+                if not all_hooks and not self._due(hook, step):
+                    continue
+                result = hook.run(self._context(step))
+                metrics |= {f"eval/{name}/{metric}": value for metric, value in result.metrics.items()}
+                self.screen.lines(f"eval at step {step}: {line}" for line in result.lines)
+                if result.samples:
+                    self.answers[step] = result.samples
+                    self.tracker.table(f"samples/{name}", step, result.samples)
+        self.model.train(was_training)
+        if metrics:
+            self.record(step, metrics)
+        return metrics
+
+    def _context(self, step: int) -> EvalContext:
+        rank, ranks = distributed.rank(), distributed.world_size()
+        return EvalContext(
+            model=self.model,
+            generate=self._generate,
+            examples=self.examples,
+            batches=lambda count: eval_batches(count, rank, ranks, self.settings.batch_size),
+            pick=pick,
+            collate=lambda rows: collate(rows, self.renderer.pad_id),
+            collate_prompts=lambda rows: collate_prompts(rows, self.renderer.pad_id),
+            decode=self.renderer.answer,
+            stop_ids=self.renderer.stop_ids,
+            sum_over_ranks=distributed.sum_over_ranks,
+            gather_to_first=distributed.gather_to_first,
+            device=distributed.device(),
+            rank=rank,
+            step=step,
+            samples=self.samples,
+        )
+
+    def _generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, max_new_tokens: int
+    ) -> torch.Tensor:
+        """Greedy: new ids (batch, new). Positions are derived from the mask by the networks themselves."""
+        sequences = self.network.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(self.renderer.stop_ids),
+            pad_token_id=self.renderer.pad_id,
+            synced_gpus=self.synced,
+        )
+        return sequences[:, input_ids.shape[1] :]
+
+    def best_table(self, first: int, last: int, most: int = 6) -> list[tuple[str, str, str, str]]:
+        """Rows (prompt, expected, answer at ``first``, answer at ``last``) for the terminal; empty without answers."""
+        before, after = self.answers.get(first), self.answers.get(last)
+        if not before or not after:
+            return []
+        return [
+            (one["prompt"], one["expected"], one["generated"], two["generated"])
+            for one, two in zip(before[:most], after[:most], strict=True)
+        ]

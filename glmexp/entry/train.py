@@ -1,0 +1,203 @@
+"""Train: model, method, data, engine, loop, eval hooks, gather, artifact, proof."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glmexp.config.ds_config import lower
+from glmexp.config.families import FAMILIES
+from glmexp.config.schema import RunConfig
+from glmexp.data.batches import StepPlan, pick
+from glmexp.data.collate import collate
+from glmexp.data.prepare import Prepared, prepare
+from glmexp.engine import build, checkpoint, distributed
+from glmexp.engine.loop import Batch, Loop
+from glmexp.entry import artifact, proof
+from glmexp.entry.console import relative
+from glmexp.entry.evaluation import Evaluation
+from glmexp.entry.session import Session, run_info, session
+from glmexp.launcher.folder import write_json, write_status
+from glmexp.model.build import load_network, load_tokenizer
+from glmexp.model.renderer import renderer
+
+
+def run(config: RunConfig, run_folder: Path) -> int:
+    """One rank of a training run. Returns the exit code; raises what went wrong."""
+    with session(config, run_folder) as here:
+        result = _train(here)
+    # The process group is left: a fresh process judges the artifact with the device to itself.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if result is not None:
+        _prove_and_close(here, *result)
+    return 0
+
+
+def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
+    """Everything that all ranks do together. On rank 0: (faults found so far, evaluation, first step, last step)."""
+    config, method = here.config, here.config.method
+    tokenizer = load_tokenizer(config.model)
+    template = renderer(config.model.family, tokenizer)
+    # Data first: its mistakes are found before a model is built.
+    data = prepare(config.data, config.train.seed, template)
+    plan = _plan(config, data)
+    total = plan.total_steps(config.train.epochs, config.train.max_steps)
+
+    ds_config = lower(config, distributed.world_size())
+    with build.partitioned_loading(ds_config):
+        network = load_network(config.model, build.DTYPES[config.precision.dtype])
+    model = method.apply(network, FAMILIES[config.model.family])
+    if config.train.gradient_checkpointing:
+        _recompute_activations(model)
+    engine = build.initialize(model, config, ds_config, total)
+    start = proof.before(engine.module)
+    done = _resume(here, engine)
+    if here.screen.active:
+        write_json(here.folder / "ds_config.json", ds_config)
+        here.tracker.start(run_info(config, here.folder))
+        here.screen.lines(data.report)
+        here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
+
+    evaluation = Evaluation(
+        settings=config.eval,
+        model=engine,
+        network=engine.module,
+        synced=config.zero.stage == 3 and distributed.world_size() > 1,
+        renderer=template,
+        examples=data.eval,
+        samples=here.folder / "samples",
+        record=here.record,
+        tracker=here.tracker,
+        screen=here.screen,
+    )
+    if not data.eval and config.eval.hooks:
+        here.screen.lines(["no held-out rows, so no eval hook runs: set data.eval_file=FILE or data.holdout=ROWS"])
+    if done == 0:
+        evaluation.run(0, all_hooks=True)
+    _loop(here, engine, plan, data, template.pad_id, evaluation, done, total)
+    final = evaluation.run(total, all_hooks=True)
+    here.tracker.summary(final)
+
+    engine.eval()
+    faults = proof.changes(engine.module, start, method, total)
+    proof.write_probe(engine, [example.input_ids for example in data.train], here.folder)
+    artifact.write(engine, config, method, tokenizer, here.folder)
+    engine.destroy()
+    return (faults, evaluation, done, total) if here.screen.active else None
+
+
+def _plan(config: RunConfig, data: Prepared) -> StepPlan:
+    assert config.train.micro_batch_size is not None, "derived before the run starts"
+    assert config.train.grad_accum is not None, "derived before the run starts"
+    return StepPlan(
+        rows=len(data.train),
+        micro_batch_size=config.train.micro_batch_size,
+        grad_accum=config.train.grad_accum,
+        ranks=distributed.world_size(),
+        rank=distributed.rank(),
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def _recompute_activations(model: Any) -> None:
+    """Gradient checkpointing that also works where no input of a layer needs a gradient (a frozen embedding)."""
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _resume(here: Session, engine: Any) -> int:
+    """Load the checkpoint that train.resume means and cut the records back to it. Returns the steps done."""
+    resume = here.config.train.resume
+    if resume is None:
+        return 0
+    done = checkpoint.load(engine, here.folder, checkpoint.tag_to_resume(Path(resume), here.folder))
+    if here.metrics is not None:
+        here.metrics.truncate_after(done)
+    return done
+
+
+def _loop(
+    here: Session,
+    engine: Any,
+    plan: StepPlan,
+    data: Prepared,
+    pad_id: int,
+    evaluation: Evaluation,
+    done: int,
+    total: int,
+) -> None:
+    """The optimizer steps from ``done`` to ``total``, with evaluation and checkpoints between them."""
+    train = here.config.train
+
+    def steps() -> Iterator[tuple[int, list[Batch]]]:
+        for step in range(done, total):
+            micro_batches = plan.micro_batches(step)
+            yield step + 1, [collate(pick(data.train, places), pad_id) for places in micro_batches]
+
+    def after_step(step: int) -> None:
+        if train.save_steps is not None and step % train.save_steps == 0:
+            checkpoint.save(engine, here.folder, step, train.keep_checkpoints)
+        if step < total and evaluation.due(step):
+            evaluation.run(step, all_hooks=False)
+
+    with here.screen.progress(total, done) as bar:
+
+        def on_metrics(step: int, metrics: dict[str, float]) -> None:
+            here.record(step, {**metrics, "train/epoch": plan.epoch(step)})
+            bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
+
+        Loop(engine, steps(), train.log_steps, on_metrics, after_step).run()
+
+
+def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:
+    """What will run, for the terminal."""
+    config, ranks = here.config, distributed.world_size()
+    trained, rest = build.trainable(engine.module), build.frozen(engine.module)
+    train = config.train
+    steps = f"{done} done, on to {total}" if done else str(total)
+    return {
+        "model": f"{config.model.name} ({config.model.family}), {build.count(trained) + build.count(rest):,} parameters",
+        "method": f"{config.method.name}, {build.count(trained):,} of them trained",
+        "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}",
+        "ranks": f"{ranks} on {distributed.device().type}",
+        "batch": f"{train.batch_size} rows = {train.micro_batch_size} x {train.grad_accum} x {ranks} "
+        "(micro batch x accumulation x ranks)",
+        "steps": f"{steps} ({plan.report()})",
+        "folder": relative(here.folder),
+    }
+
+
+def _prove_and_close(here: Session, faults: list[str], evaluation: Evaluation, first: int, last: int) -> None:
+    """Rank 0, alone: the proof, the table of answers, the last lines."""
+    try:
+        result = proof.run_fresh(here.folder, faults)
+    except BaseException:
+        here.tracker.finish("failed")
+        raise
+    here.screen.answers(evaluation.best_table(first, last))
+    here.screen.lines(
+        [
+            f"proof: {result['tensors']} trained tensors moved and reload exactly; a fresh process gives the live model's "
+            f"logits to {result['logits_difference']:.2g} (allowed {result['logits_allowed']:.2g})",
+        ]
+    )
+    tracker_lines = here.tracker.finish("finished")
+    write_status(here.folder, "finished", steps=last)
+    where = relative(here.folder)
+    here.screen.lines(
+        [
+            f"everything lies in {where}: metrics.jsonl, config.yaml, ds_config.json, samples/, artifact/, proof.json",
+            *tracker_lines,
+            "next:",
+            f"  python -m glmexp entry=evaluate artifact.path={where}/artifact   # the artifact alone, on held-out rows",
+            "  python -m glmexp method=ptuning zero=stage3                      # another method, partitioned weights",
+            "  python -m glmexp -m +experiments=rank_and_bucket                 # a sweep, compared by group in wandb",
+        ]
+    )
