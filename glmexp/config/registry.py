@@ -36,14 +36,19 @@ def register(group: str, name: str) -> Callable[[T], T]:
     return decorate
 
 
-def option(group: str, name: str) -> type:
-    """The settings dataclass of ``group=name``. Raises ConfigError naming the known options."""
+def known(group: str, name: str) -> bool:
+    """Whether ``group=name`` has code; its module is imported to find out."""
     load_plugins()
     if (group, name) not in _options:
         module = f"glmexp.{group}.{name}"
         if name.isidentifier() and importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
-    if (group, name) not in _options:
+    return (group, name) in _options
+
+
+def option(group: str, name: str) -> type:
+    """The settings dataclass of ``group=name``. Raises ConfigError naming the known options."""
+    if not known(group, name):
         raise ConfigError(
             Problem(
                 f"{group}.name",

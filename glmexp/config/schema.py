@@ -134,7 +134,7 @@ class PrecisionSection:
     """fp16: steps without overflow before the scale is doubled."""
     hysteresis: Count | None
     """fp16: overflows in a row before the scale is halved."""
-    min_loss_scale: Annotated[float, Bound(above=0)] | None
+    min_loss_scale: Count | None
     """fp16: the scale never falls below this."""
 
 

@@ -1,0 +1,103 @@
+"""The front door: ``python -m glmexp KEY=VALUE ...``. Composes, checks everything, then hands over to the launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, Problem, UserError
+
+if TYPE_CHECKING:
+    from glmexp.config.arguments import Arguments
+    from glmexp.config.compose import Request
+    from glmexp.config.schema import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code: 0, 2 for the user's mistakes, 1 for failures while running."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except UserError as error:
+        print(error.report(), file=sys.stderr)
+        return EXIT_USER_MISTAKE
+
+
+def _main(words: list[str]) -> int:
+    if "--help" in words or "-h" in words:
+        from glmexp.config.help import overview
+
+        print(overview(words))
+        return 0
+    if "--version" in words:
+        from glmexp.config.help import versions
+
+        print(versions())
+        return 0
+    from glmexp.launcher.ranks import outside_ranks
+
+    outside = outside_ranks()
+    if outside is not None and outside.rank != 0:
+        from glmexp.launcher.start import follow
+
+        return follow(outside)
+    from glmexp.config.arguments import parse
+
+    arguments = parse(words)
+    if arguments.show or arguments.info or arguments.hydra_help or arguments.shell_completion:
+        from glmexp.config.show import show
+
+        return show(arguments)
+    return _run(arguments, None if outside is None else outside.world_size)
+
+
+def _run(arguments: Arguments, world_size: int | None) -> int:
+    from glmexp.config.compose import Machine, request
+    from glmexp.launcher.ranks import gpu_count
+
+    if arguments.multirun and world_size is not None:
+        raise ConfigError(
+            Problem("-m", "a sweep starts ranks of its own for each trial", "run it without torchrun or deepspeed")
+        )
+    asked = request(arguments, Machine(gpu_count(), world_size))
+    for warning in asked.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    from glmexp.launcher.start import start, sweep
+
+    if asked.sweep_folder is None:
+        return start(asked.trials[0])
+    trials, folder = _claimed(asked)
+    return sweep(trials, folder)
+
+
+def _claimed(asked: Request) -> tuple[list[RunConfig], str]:
+    """Make the sweep's folder; one that another sweep of the same second has made is left to it."""
+    assert asked.sweep_folder is not None
+    wanted = Path(asked.sweep_folder)
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    folder = wanted
+    for number in range(2, 1000):
+        try:
+            folder.mkdir()
+            break
+        except FileExistsError:
+            folder = wanted.with_name(f"{wanted.name}-{number}")
+    return [_moved(trial, wanted, folder) for trial in asked.trials], str(folder)
+
+
+def _moved(trial: RunConfig, wanted: Path, folder: Path) -> RunConfig:
+    assert trial.run.dir is not None
+    trial = dataclasses.replace(
+        trial, run=dataclasses.replace(trial.run, dir=str(folder / os.path.relpath(trial.run.dir, wanted)))
+    )
+    if getattr(trial.tracker, "group", None) == wanted.name:
+        trial = dataclasses.replace(trial, tracker=dataclasses.replace(trial.tracker, group=folder.name))
+    return trial
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""From the command line to checked configurations: one, or the grid of a sweep. All problems at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra.types import RunMode
+
+from glmexp.config import ds_file, hydra_tree, rules
+from glmexp.config.arguments import Arguments, Given, parse, understand
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.hydra_tree import Groups, Origin, Tree
+from glmexp.config.load import Source, examine, flatten
+from glmexp.config.schema import RunConfig
+
+ALTERNATIVES = (
+    ("data.train_file", "data.eval_file"),
+    ("data.holdout", "data.eval_file"),
+    ("optim.warmup_steps", "optim.warmup_ratio"),
+    ("method.patterns", "method.num_layers"),
+)
+"""Where the user sets the first, this project's default of the second is dropped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where the run will be: ``world_size`` is set by an outside launcher such as torchrun."""
+
+    gpus: int = 0
+    world_size: int | None = None
+
+    def ranks(self, config: RunConfig) -> int:
+        """Ranks that the run will have."""
+        return self.world_size or config.launcher.nproc or self.gpus or 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the command line asks to run."""
+
+    trials: list[RunConfig]
+    """Checked and derived; exactly one without ``-m``."""
+    sweep_folder: str | None
+    """Folder of all trials of a sweep; None for a single run."""
+    warnings: list[str]
+
+
+def run_config(overrides: Sequence[str], ranks: int = 1, gpus: int = 0) -> RunConfig:
+    """The checked and derived configuration of one run, as the command line would give it. Raises ConfigError."""
+    return request(parse(overrides), Machine(gpus, ranks), outside=False).trials[0]
+
+
+def request(arguments: Arguments, machine: Machine, outside: bool | None = None) -> Request:
+    """Compose, load, check and derive everything that is asked for. Raises ConfigError with all problems.
+
+    ``outside``: started by an outside launcher; by default where the machine has a world size.
+    """
+    outside = machine.world_size is not None if outside is None else outside
+    with hydra_tree.hydra_for(arguments) as hydra:
+        composer = _Composer(hydra, machine, outside)
+        if arguments.multirun:
+            return composer.sweep(arguments.overrides)
+        config = composer.single(arguments.overrides)
+        composer.stop_on_problems()
+        return Request([config], None, composer.warnings)
+
+
+class _Composer:
+    def __init__(self, hydra: Hydra, machine: Machine, outside: bool) -> None:
+        self.hydra = hydra
+        self.machine = machine
+        self.outside = outside
+        self.problems: list[Problem] = []
+        self.warnings: list[str] = []
+
+    def stop_on_problems(self) -> None:
+        """Raise what was found, each problem once."""
+        if self.problems:
+            raise ConfigError(*dict.fromkeys(self.problems))
+
+    def understood(self, overrides: Iterable[str], multirun: bool) -> tuple[list[Given], Groups]:
+        """Parsed overrides and the groups on the search path; what is wrong with them is noted."""
+        given, problems = understand(overrides, self.hydra.config_loader, multirun)
+        self.problems.extend(problems)
+        paths = [one.text for one in given if one.key == "hydra.searchpath"]
+        loader = self.hydra.config_loader
+        assert isinstance(loader, hydra_tree.RecordingLoader)
+        return given, loader.groups(paths)
+
+    def single(self, overrides: Iterable[str]) -> RunConfig:
+        """One run. Problems are noted; the returned configuration is whole only if there are none."""
+        given, groups = self.understood(overrides, multirun=False)
+        handed, problems = hydra_tree.canonical(given, groups)
+        self.problems.extend(problems)
+        if problems:
+            given, handed = self.without_wrong_options(given, groups)
+        tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
+        if tree.hydra["params"]:
+            names = ", ".join(tree.hydra["params"])
+            self.problems.append(Problem("hydra.sweeper.params", f"holds a grid over {names}", "add -m to run it"))
+        return self.checked(tree, given, groups)
+
+    def without_wrong_options(self, given: list[Given], groups: Groups) -> tuple[list[Given], list[str]]:
+        """The overrides that Hydra can compose, so that the rest is checked as well."""
+        right = [one for one in given if not hydra_tree.canonical([one], groups)[1]]
+        return right, hydra_tree.canonical(right, groups)[0]
+
+    def checked(self, tree: Tree, given: list[Given], groups: Groups) -> RunConfig:
+        """Load, check and derive one tree; problems are noted."""
+        tree, noted = self.with_deepspeed_file(tree, given, groups)
+        _drop_alternatives(tree)
+        self.problems.extend([*tree.problems, *noted, *_names_of_options(tree, given), *_unchosen_hooks(tree)])
+        origins = {key: origin.words for key, origin in tree.origins.items()}
+        texts = {one.key: one.value_text for one in given if not one.sweeps and one.value_text[:1] not in "'\"[{"}
+        config, problems = examine(tree.values, Source(origins, texts))
+        self.problems.extend(_without_echoes(problems, tree))
+        explicit = _explicit(tree, given, groups)
+        try:
+            ranks = self.machine.ranks(config)
+        except rules.UnusableValueError:
+            ranks = 1
+        self.problems.extend(_told(rules.check(config, ranks, self.machine.gpus, explicit), tree))
+        if self.problems:
+            return config
+        if self.outside:
+            config = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, name="env", nproc=None))
+        elif config.launcher.name == "env":
+            self.problems.append(
+                Problem(
+                    "launcher.name", "env: no outside launcher started this process", "torchrun ..., or launcher=local"
+                )
+            )
+            return config
+        config = rules.derive(config, ranks)
+        self.warnings.extend(one for one in rules.warnings(config, explicit) if one not in self.warnings)
+        return config
+
+    def with_deepspeed_file(self, tree: Tree, given: list[Given], groups: Groups) -> tuple[Tree, list[Problem]]:
+        """Lay the values of ``deepspeed.config_file`` over the defaults; they must agree with what the user set."""
+        section = tree.values.get("deepspeed")
+        file = section.get("config_file") if isinstance(section, dict) else None
+        if not isinstance(file, str):
+            return tree, []
+        raised = ds_file.raise_file(Path(file).expanduser())
+        self.warnings.extend(one for one in raised.warnings if one not in self.warnings)
+        more = [text for text in raised.options() if text.partition("=")[0] not in _chosen(tree, given, groups)]
+        if more:
+            chosen, _ = understand(more, self.hydra.config_loader, multirun=False)
+            handed = hydra_tree.canonical([*given, *chosen], groups)[0]
+            tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
+        explicit = _explicit(tree, given, groups)
+        problems = [*raised.problems, *ds_file.lay_over(tree, raised, explicit, _chosen(tree, given, groups))]
+        return tree, problems
+
+    def sweep(self, overrides: Iterable[str]) -> Request:
+        """Every trial of the grid, all checked before the first starts."""
+        given, groups = self.understood(overrides, multirun=True)
+        handed, problems = hydra_tree.canonical(given, groups)
+        self.problems.extend(problems)
+        if problems:
+            given, handed = self.without_wrong_options(given, groups)
+        master = hydra_tree.compose(self.hydra, handed, given, RunMode.MULTIRUN)
+        folder = str(Path(master.hydra["sweep_dir"]).expanduser())
+        trials = []
+        for number, (texts, swept) in enumerate(self.grid(master, given)):
+            config = self.single_trial(texts, master)
+            if not self.problems:
+                trials.append(_in_sweep(config, folder, number, swept))
+        self.stop_on_problems()
+        return Request(trials, folder, self.warnings)
+
+    def single_trial(self, texts: list[str], master: Tree) -> RunConfig:
+        """One trial: the overrides of the command line and of the grid as one line."""
+        given, groups = self.understood(texts, multirun=False)
+        handed, problems = hydra_tree.canonical(given, groups)
+        self.problems.extend(problems)
+        if problems:
+            given, handed = self.without_wrong_options(given, groups)
+        tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
+        if tree.hydra["params"] != master.hydra["params"]:
+            self.problems.append(
+                Problem("hydra.sweeper.params", "a swept option brings a grid of its own", "sweep one study at a time")
+            )
+        if tree.origins["run.dir"].default is False:
+            self.problems.append(Problem("run.dir", "every trial would share it", "hydra.sweep.dir=FOLDER"))
+        return self.checked(tree, given, groups)
+
+    def grid(self, master: Tree, given: list[Given]) -> Iterator[tuple[list[str], list[str]]]:
+        """(all overrides, the swept ones) of each trial: product of the command line and hydra.sweeper.params."""
+        typed = {one.key: one for one in given}
+        lines = [f"{key}={_param(value)}" for key, value in master.hydra["params"].items()]
+        params, problems = understand(lines, self.hydra.config_loader, multirun=True)
+        self.problems.extend(problems)
+        merged = {**{one.key: one for one in params}, **typed}
+        axes: list[list[str]] = []
+        for one in merged.values():
+            if one.sweeps and not one.override.is_discrete_sweep():
+                self.problems.append(Problem(one.key, f"{one.value_text} has no end", "name the values: 1,2,4"))
+            elif one.sweeps:
+                prefix = (one.override.input_line or "").partition("=")[0]
+                axes.append([f"{prefix}={value}" for value in one.override.sweep_string_iterator()])
+            else:
+                axes.append([one.override.input_line or one.text])
+        swept = {key for key, one in merged.items() if one.sweeps or key not in typed}
+        for combination in itertools.product(*axes):
+            yield list(combination), [text for text, key in zip(combination, merged, strict=True) if key in swept]
+
+
+def _param(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _in_sweep(config: RunConfig, folder: str, number: int, swept: list[str]) -> RunConfig:
+    """The trial's folder and its tracker group; nothing else of the sweep stays in the configuration."""
+    words = re.sub(r"[^\w.=+-]+", "-", ",".join(text.lstrip("+") for text in swept).replace(",", "+"))[:100].strip("-")
+    name = f"{number}_{words}" if words else str(number)
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path(folder) / name)))
+    if getattr(config.tracker, "group", "") is None:
+        config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, group=Path(folder).name))
+    return config
+
+
+def _drop_alternatives(tree: Tree) -> None:
+    for given, default in ALTERNATIVES:
+        section, name = given.split(".")
+        values = tree.values.get(section)
+        if not isinstance(values, dict) or values.get(name) is None or default.split(".")[1] not in values:
+            continue
+        first, second = tree.origins.get(given), tree.origins.get(default)
+        if first is not None and second is not None and not first.default and second.default:
+            values[default.split(".")[1]] = None
+
+
+def _names_of_options(tree: Tree, given: list[Given]) -> Iterator[Problem]:
+    """``method.name=full`` would rename an option without its values."""
+    for one in given:
+        group, _, leaf = one.key.partition(".")
+        if leaf == "name" and group in tree.choices:
+            yield Problem(one.key, "is set by the chosen option", f"{group}={one.value_text}")
+
+
+def _unchosen_hooks(tree: Tree) -> Iterator[Problem]:
+    """Keys of an eval hook that no option file brought: its other keys are missing, which would say the wrong thing."""
+    hooks = tree.values.get("eval")
+    if not isinstance(hooks, dict):
+        return
+    for name in [name for name, settings in hooks.items() if isinstance(settings, dict)]:
+        leaves = flatten({name: hooks[name]}, "eval")
+        origins = [tree.origins[key] for key in leaves if key in tree.origins]
+        from glmexp.config import registry
+
+        if registry.known("eval", name) and origins and all(o.words == hydra_tree.COMMAND_LINE for o in origins):
+            others = ",".join([*(other for other in hooks if other not in (name, "batch_size")), name])
+            del hooks[name]
+            yield Problem(next(iter(leaves)), f"the hook {name} is not chosen", f"eval=[{others}]")
+
+
+def _without_echoes(problems: Iterable[Problem], tree: Tree) -> Iterator[Problem]:
+    """Leave out problems of a key that only repeats another key's value (``${method.lr}``)."""
+    problems = list(problems)
+    wrong = {problem.where for problem in problems}
+    for problem in problems:
+        target = re.fullmatch(r"\$\{([\w.]+)\}", tree.interpolated.get(problem.where, ""))
+        if target is None or target[1] not in wrong:
+            yield problem
+
+
+def _chosen(tree: Tree, given: list[Given], groups: Groups) -> dict[str, str]:
+    """Groups whose option the user chose, with where: by name, or through a file of theirs."""
+    named = {one.key: f"{one.key}={one.value_text} on the command line" for one in given if groups.exists(one.key)}
+    other = {
+        group: f"{group}={option}"
+        for group, option in tree.choices.items()
+        if group in groups.defaults and option != groups.defaults[group] and group not in named
+    }
+    return {**other, **named}
+
+
+def _explicit(tree: Tree, given: list[Given], groups: Groups) -> frozenset[str]:
+    """Keys whose values the user set by themselves, not through the choice of an option."""
+    own = {key for key, origin in tree.origins.items() if not origin.default}
+    echoes = {
+        key for key, text in tree.interpolated.items() if (m := re.fullmatch(r"\$\{([\w.]+)\}", text)) and m[1] in own
+    }
+    return frozenset(own | echoes)
+
+
+def _told(problems: Iterable[Problem], tree: Tree) -> Iterator[Problem]:
+    """Rules know only values: add where the value came from, where the user set it."""
+    for problem in problems:
+        origin: Origin | None = tree.origins.get(problem.where)
+        if origin is None or origin.default:
+            yield problem
+        else:
+            yield dataclasses.replace(problem, message=f"{problem.message} (from {origin.words})")

@@ -1,0 +1,399 @@
+"""What single values cannot show: contradictions across groups, keys without effect, and the batch arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.families import FAMILIES
+from glmexp.config.load import UnusableValueError
+from glmexp.config.schema import RunConfig
+
+MICRO_BATCH_SIZE = 8
+"""Where neither train.micro_batch_size nor train.batch_size is given."""
+GRAD_ACCUM = 1
+BUILTIN = "builtin:"
+ZERO_STAGES: dict[str, tuple[int, ...]] = {
+    "reduce_bucket_size": (1, 2, 3),
+    "allgather_bucket_size": (1, 2),
+    "overlap_comm": (1, 2, 3),
+    "reduce_scatter": (1, 2, 3),
+    "contiguous_gradients": (1, 2, 3),
+    "round_robin_gradients": (1, 2),
+    "stage3_prefetch_bucket_size": (3,),
+    "stage3_param_persistence_threshold": (3,),
+    "stage3_max_live_parameters": (3,),
+    "stage3_max_reuse_distance": (3,),
+    "sub_group_size": (3,),
+}
+"""Key of the zero section to the stages in which DeepSpeed reads it."""
+SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+DYNAMIC_SCALE_KEYS = SCALE_KEYS[1:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What rules look at beside the configuration."""
+
+    ranks: int
+    gpus: int
+    explicit: frozenset[str]
+    """Keys that the user set; the others stand at this project's defaults."""
+
+
+Rule = Callable[[RunConfig, Facts], Iterator[Problem]]
+
+
+def check(config: RunConfig, ranks: int, gpus: int, explicit: Collection[str] = ()) -> list[Problem]:
+    """Every contradiction in ``config`` for that many ranks on a machine with that many GPUs."""
+    facts = Facts(ranks, gpus, frozenset(explicit))
+    problems: list[Problem] = []
+    for rule in RULES:
+        try:
+            problems.extend(rule(config, facts))
+        except UnusableValueError:  # a value that the rule needs is a problem of its own and reported as such
+            continue
+    return problems
+
+
+def derive(config: RunConfig, ranks: int) -> RunConfig:
+    """Fill in what follows from the rest: batch numbers for training, whole paths. Raises ConfigError."""
+    train = config.train
+    if config.entry.name == "train":
+        numbers = _batch(config, ranks)
+        if isinstance(numbers, Problem):
+            raise ConfigError(numbers)
+        micro, accum, batch = numbers
+        train = dataclasses.replace(train, micro_batch_size=micro, grad_accum=accum, batch_size=batch)
+    return dataclasses.replace(
+        config,
+        train=dataclasses.replace(train, resume=_whole(train.resume)),
+        data=dataclasses.replace(
+            config.data, train_file=_whole(config.data.train_file), eval_file=_whole(config.data.eval_file)
+        ),
+        artifact=dataclasses.replace(config.artifact, path=_whole(config.artifact.path)),
+        model=dataclasses.replace(config.model, path=_whole_if_there(config.model.path)),
+        deepspeed=dataclasses.replace(config.deepspeed, config_file=_whole(config.deepspeed.config_file)),
+    )
+
+
+def _whole(path: str | None) -> str | None:
+    """Absolute, so that a run can be started again from any folder."""
+    return path if path is None or path.startswith(BUILTIN) else str(Path(path).expanduser().absolute())
+
+
+def _whole_if_there(path: str | None) -> str | None:
+    """A model's path may be a hub name: those that are no folder stay as they are."""
+    return _whole(path) if path is not None and Path(path).expanduser().is_dir() else path
+
+
+def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
+    """What is allowed and may still surprise, each with the key in question."""
+    found = []
+    if config.entry.name == "train":
+        if config.eval.hooks and config.data.eval_file is None and config.data.holdout is None:
+            hooks = ", ".join(config.eval.hooks)
+            found.append(f"eval: no held-out rows, so {hooks} will not run; data.eval_file=FILE or data.holdout=ROWS")
+        if config.train.save_steps is not None and (config.train.max_steps or config.train.save_steps + 1) < (
+            config.train.save_steps
+        ):
+            found.append(f"train.save_steps: {config.train.save_steps} is never reached; no checkpoint will be written")
+    else:
+        unused = sorted(key for key in explicit if key.split(".")[0] in ("train", "optim", "zero", "offload", "gather"))
+        unused = [key for key in unused if key != "train.seed"]
+        if unused:
+            found.append(f"{', '.join(unused)}: without effect under entry={config.entry.name}")
+    return found
+
+
+def _batch(config: RunConfig, ranks: int) -> tuple[int, int, int] | Problem:
+    """(micro batch, gradient accumulation, batch) with the empty ones derived, or what contradicts."""
+    train = config.train
+    micro, accum, batch = train.micro_batch_size, train.grad_accum, train.batch_size
+    if batch is None:
+        micro, accum = micro or MICRO_BATCH_SIZE, accum or GRAD_ACCUM
+        return micro, accum, micro * accum * ranks
+    if micro is not None and accum is not None:
+        product = micro * accum * ranks
+        if product == batch:
+            return micro, accum, batch
+        return Problem(
+            "train.batch_size",
+            f"{batch} rows, but train.micro_batch_size x train.grad_accum x ranks = "
+            f"{micro} x {accum} x {ranks} = {product}",
+            "leave one of the three out and it is computed: without train.batch_size it is "
+            f"{product}, without train.grad_accum it is {_quotient(batch, micro * ranks)}",
+        )
+    if micro is None:
+        accum = accum or GRAD_ACCUM
+        if batch % (accum * ranks) == 0:
+            return batch // (accum * ranks), accum, batch
+        return _indivisible(batch, "train.grad_accum", accum, ranks)
+    if batch % (micro * ranks) == 0:
+        return micro, batch // (micro * ranks), batch
+    return _indivisible(batch, "train.micro_batch_size", micro, ranks)
+
+
+def _quotient(batch: int, divisor: int) -> str:
+    return str(batch // divisor) if batch % divisor == 0 else f"{batch} / {divisor}, which is no whole number"
+
+
+def _indivisible(batch: int, name: str, number: int, ranks: int) -> Problem:
+    whole = max(1, round(batch / (number * ranks))) * number * ranks
+    return Problem(
+        "train.batch_size",
+        f"{batch} rows cannot be split: {name} x ranks = {number} x {ranks} = {number * ranks} does not divide {batch}",
+        f"train.batch_size={whole}, or another {name}",
+    )
+
+
+def _batches(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if config.entry.name == "train":
+        numbers = _batch(config, facts.ranks)
+        if isinstance(numbers, Problem):
+            yield numbers
+
+
+def _fp16(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    precision = config.precision
+    if precision.dtype == "fp16" and facts.gpus == 0 and config.entry.name != "export":
+        yield Problem(
+            "precision.dtype",
+            "fp16 needs a GPU and this machine has none: DeepSpeed's CPU accelerator refuses fp16",
+            "precision=bf16 or precision=fp32",
+        )
+    if precision.dtype != "fp16":
+        useless = [f"precision.{key}" for key in SCALE_KEYS if getattr(precision, key) is not None]
+        if useless:
+            yield Problem(
+                useless[0] if len(useless) == 1 else "precision",
+                f"{', '.join(useless)}: only fp16 has a loss scale, and the dtype is {precision.dtype}",
+                "leave out, or choose precision=fp16",
+            )
+    elif precision.loss_scale:
+        useless = [key for key in (f"precision.{key}" for key in DYNAMIC_SCALE_KEYS) if key in facts.explicit]
+        if useless:
+            yield Problem(
+                useless[0],
+                f"{', '.join(useless)} without effect: precision.loss_scale={precision.loss_scale:g} is a fixed scale",
+                "precision.loss_scale=0 is the dynamic one",
+            )
+
+
+def _offload(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    offload, stage = config.offload, config.zero.stage
+    if offload.params is not None and stage < 3:
+        yield Problem(
+            "offload.params",
+            f"parameter offload needs ZeRO stage 3, and the stage is {stage}: DeepSpeed would ignore it without a word",
+            "offload=optimizer, or zero=stage3",
+        )
+    if offload.optimizer is not None and stage == 0:
+        yield Problem(
+            "offload.optimizer",
+            "optimizer offload needs ZeRO stage 1, 2 or 3, and the stage is 0",
+            "offload=none, or zero=stage2",
+        )
+    if offload.pin_memory is not None and offload.optimizer is None and offload.params is None:
+        yield Problem("offload.pin_memory", "without effect: nothing is offloaded", "offload=optimizer or offload=all")
+
+
+def _zero(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    stage = config.zero.stage
+    useless = [
+        f"zero.{key}"
+        for key, stages in ZERO_STAGES.items()
+        if stage not in stages and getattr(config.zero, key) is not None
+    ]
+    if "zero.stage" in facts.explicit and useless:
+        names = ", ".join(useless)
+        yield Problem(
+            "zero.stage",
+            f"stage {stage} does not fit the values of the chosen option: without effect are {names}",
+            f"zero=stage{stage} sets all of them",
+        )
+        return
+    for key in useless:
+        stages = ZERO_STAGES[key.removeprefix("zero.")]
+        words = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
+        plural = "stage" if len(stages) == 1 else "stages"
+        yield Problem(
+            key,
+            f"without effect: DeepSpeed reads it in {plural} {words}, and the stage is {stage}",
+            f"leave it out, or zero=stage{stages[-1]}",
+        )
+
+
+def _method(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    rule = {"lora": _lora, "freeze": _freeze, "ptuning": _ptuning}.get(config.method.name)
+    if rule is not None:
+        yield from rule(config, facts)
+
+
+def _lora(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    targets = config.method.target_modules
+    if targets is None:
+        return
+    names = FAMILIES[config.model.family].linear_modules
+    unmatched = [target for target in targets if target.rsplit(".", 1)[-1] not in names]
+    if unmatched or not targets:
+        what = f"{', '.join(unmatched)} matches no linear layer of {config.model.family}" if unmatched else "is empty"
+        yield Problem("method.target_modules", what, f"names that exist: {', '.join(names)}")
+
+
+def _freeze(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    layers, patterns = config.method.num_layers, config.method.patterns
+    if layers is not None and patterns is not None:
+        yield Problem(
+            "method.num_layers",
+            f"{layers} and patterns={patterns} both say what is trained",
+            "give one of them; method.num_layers=null or method.patterns=null",
+        )
+    if layers is None and not patterns:
+        yield Problem("method.num_layers", "nothing is trained", "method.num_layers=1 or method.patterns=[...]")
+    for pattern in patterns or []:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem("method.patterns", f"{pattern!r} is no regular expression: {error}")
+
+
+def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    family = config.model.family
+    if FAMILIES[family].native_prefix:
+        return
+    if config.train.gradient_checkpointing:
+        yield Problem(
+            "train.gradient_checkpointing",
+            f"method=ptuning on {family} needs the key-value cache for its prefix, and transformers drops the cache "
+            "under gradient checkpointing",
+            "train.gradient_checkpointing=false, or method=lora",
+        )
+    if config.gather.name == "full16":
+        yield Problem(
+            "gather.name",
+            f"full16 has nothing to write with method=ptuning on {family}: a prefix cannot be merged into the weights",
+            "gather=trainable",
+        )
+
+
+def _optimizer(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    optim, train = config.optim, config.train
+    if len(optim.betas) != 2:
+        yield Problem("optim.betas", f"{optim.betas} has {len(optim.betas)} numbers", "AdamW takes two: [0.9,0.999]")
+    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
+        yield Problem(
+            "optim.warmup_steps",
+            f"{optim.warmup_steps} and warmup_ratio={optim.warmup_ratio:g} both say how long the warm-up is",
+            "give one of them; the other one null",
+        )
+    if train.max_steps is not None and optim.warmup_steps is not None and optim.warmup_steps > train.max_steps:
+        yield Problem(
+            "optim.warmup_steps",
+            f"{optim.warmup_steps} steps of warm-up in a run of train.max_steps={train.max_steps}",
+            f"optim.warmup_steps={train.max_steps // 10} or a longer run",
+        )
+
+
+def _length(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    train = config.train
+    if train.epochs is None and train.max_steps is None:
+        yield Problem("train.epochs", "epochs and max_steps are both null: training would never end", "give one")
+    if train.save_steps is None and "train.keep_checkpoints" in facts.explicit:
+        yield Problem("train.keep_checkpoints", "without effect: train.save_steps is null", "train.save_steps=100")
+
+
+def _launcher(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    launcher = config.launcher
+    if launcher.name == "inprocess" and launcher.nproc not in (None, 1):
+        yield Problem("launcher.nproc", f"launcher=inprocess is one rank, not {launcher.nproc}", "launcher=local")
+    if launcher.name == "local" and launcher.nproc is not None and 0 < facts.gpus < launcher.nproc:
+        yield Problem(
+            "launcher.nproc",
+            f"{launcher.nproc} ranks on {facts.gpus} GPU{'s' if facts.gpus > 1 else ''}: each rank needs its own",
+            f"launcher.nproc={facts.gpus}, or CUDA_VISIBLE_DEVICES= for a run on the CPU",
+        )
+
+
+def _data(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    data, entry = config.data, config.entry.name
+    if data.holdout is not None and data.eval_file is not None:
+        yield Problem(
+            "data.holdout",
+            f"{data.holdout} rows and eval_file={data.eval_file} both say what is held out",
+            "give one of them; the other one null",
+        )
+    if entry == "train" and data.train_file is None:
+        yield Problem("data.train_file", "is null, and entry=train needs rows", "data.train_file=FILE")
+    if entry == "evaluate" and data.eval_file is None and data.holdout is None:
+        yield Problem("data.eval_file", "is null, and entry=evaluate needs held-out rows", "data.eval_file=FILE")
+    needed = {"train": ("train_file", "eval_file"), "evaluate": ("eval_file",)}.get(entry, ())
+    for name in needed:
+        path = getattr(data, name)
+        if path is not None and not path.startswith(BUILTIN) and not Path(path).expanduser().exists():
+            yield Problem(f"data.{name}", f"{path} is not there", "check the path; it is relative to this folder")
+
+
+def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    path = config.model.path
+    if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
+        yield Problem("model.path", f"{path} is no folder", "name the folder with the model's config.json")
+
+
+def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    run, resume = config.run, config.train.resume
+    if not run.name or run.name in (".", "..") or re.search(r'[/\\:*?"<>|\x00-\x1f]', run.name) or len(run.name) > 150:
+        yield Problem("run.name", f"{run.name!r} is no plain folder name", "letters, digits, - _ . and no slash")
+    if run.dir is not None and resume is not None:
+        yield Problem("run.dir", "train.resume goes on in the resumed run's own folder", "leave out run.dir")
+    elif run.dir is not None:
+        folder = Path(run.dir).expanduser()
+        if folder.exists() and not folder.is_dir():
+            yield Problem("run.dir", f"{run.dir} is a file", "name a folder")
+        elif (folder / "config.yaml").exists() and not run.overwrite:
+            yield Problem(
+                "run.dir",
+                f"{run.dir} already holds a run",
+                f"another folder, run.overwrite=true to replace it, or train.resume={run.dir} to go on with it",
+            )
+    elif run.overwrite:
+        yield Problem("run.overwrite", "without effect: without run.dir each run has a new folder", "run.dir=FOLDER")
+
+
+def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    entry, artifact, resume = config.entry.name, config.artifact.path, config.train.resume
+    if entry == "train" and artifact is not None:
+        yield Problem(
+            "artifact.path",
+            "entry=train starts from the base model, not from an artifact",
+            "entry=evaluate to measure it, or train.resume=RUN to go on with a run",
+        )
+    elif artifact is not None and not Path(artifact).expanduser().is_dir():
+        yield Problem("artifact.path", f"{artifact} is no folder", "name a run folder or its artifact/")
+    if entry == "export" and artifact is None:
+        yield Problem("artifact.path", "is null, and entry=export needs an artifact", "artifact.path=FOLDER")
+    if entry == "evaluate" and not config.eval.hooks:
+        yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
+    if resume is not None and entry != "train":
+        yield Problem("train.resume", f"without effect under entry={entry}", "leave it out, or entry=train")
+    elif resume is not None and not Path(resume).expanduser().is_dir():
+        yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it")
+
+
+RULES: tuple[Rule, ...] = (
+    _batches,
+    _fp16,
+    _offload,
+    _zero,
+    _method,
+    _optimizer,
+    _length,
+    _launcher,
+    _data,
+    _model,
+    _run,
+    _entry,
+)
