@@ -17,6 +17,7 @@ class ChatGLMPreTrainedModel(PrefixMixin, PreTrainedModel):
     """Base of the language models. A subclass has ``transformer``, which gives hidden states, and an output layer, and
     names GenerationMixin itself: transformers looks at the direct bases only."""
 
+    transformer: Any
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
