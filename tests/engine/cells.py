@@ -1,0 +1,129 @@
+"""One cell of the matrix on ranks, and the plain torch loop that it must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glmexp.config.compose import run_config
+from glmexp.config.ds_config import lower
+from glmexp.config.families import FAMILIES
+from glmexp.config.schema import RunConfig
+from glmexp.data.batches import StepPlan, pick
+from glmexp.data.collate import collate
+from glmexp.data.prepare import Example, prepare
+from glmexp.engine import build, distributed, gather
+from glmexp.engine.loop import Loop
+from glmexp.engine.loss import loss_sum, supervised_tokens
+from glmexp.engine.schedule import lr_factor
+from glmexp.entry import artifact, proof
+from glmexp.model.build import load_network, load_tokenizer
+from glmexp.model.renderer import renderer
+
+STEPS = 5
+
+
+@dataclass
+class Trace:
+    """What a run of STEPS steps leaves: the numbers that two implementations must share."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def configure(*overrides: str, ranks: int = 2) -> RunConfig:
+    """A checked configuration of the demo data, four rows a rank in two micro batches."""
+    defaults = ["precision=fp32", "tracker=none", "train.max_steps=5", f"launcher.nproc={ranks}"]
+    sizes = [] if any("micro_batch" in one for one in overrides) else ["train.micro_batch_size=2", "train.grad_accum=2"]
+    return run_config([*defaults, *sizes, *overrides], ranks=ranks)
+
+
+def rows(config: RunConfig) -> tuple[list[Example], int]:
+    """Training rows of the configuration and the padding id."""
+    template = renderer(config.model.family, load_tokenizer(config.model))
+    return prepare(config.data, config.train.seed, template).train, template.pad_id
+
+
+def plain_loop(config: RunConfig, ranks: int) -> Trace:
+    """The same steps without DeepSpeed: one process, the whole global batch at once, torch's AdamW and clipping."""
+    torch.manual_seed(config.train.seed)
+    dtype = build.DTYPES[config.precision.dtype]
+    model = config.method.apply(load_network(config.model, dtype), FAMILIES[config.model.family]).train()
+    examples, pad_id = rows(config)
+    batch_size = config.train.micro_batch_size * config.train.grad_accum * ranks
+    plan = StepPlan(len(examples), batch_size, 1, 1, 0, config.train.seed, config.data.shuffle)
+    parameters = [p for _, p in build.trainable(model)]
+    optim = config.optim
+    optimizer = torch.optim.AdamW(parameters, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = optim.lr * lr_factor(optim, STEPS, step)
+        (places,) = plan.micro_batches(step)
+        batch = collate(pick(examples, places), pad_id)
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+        loss = loss_sum(output.logits, batch["labels"]) / supervised_tokens(batch["labels"])
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, optim.max_grad_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return Trace(losses, norms, {name: p.detach().clone() for name, p in build.trainable(model)})
+
+
+def engine_loop(config: RunConfig, folder: str) -> Trace:
+    """The product's own path on this rank, gathered and written as an artifact with its probe."""
+    torch.manual_seed(config.train.seed)
+    ds_config = lower(config, distributed.world_size())
+    with build.partitioned_loading(ds_config):
+        network = load_network(config.model, build.DTYPES[config.precision.dtype])
+    model = config.method.apply(network, FAMILIES[config.model.family])
+    engine = build.initialize(model, config, ds_config, STEPS)
+    start = proof.before(engine.module)
+    examples, pad_id = rows(config)
+    train = config.train
+    plan = StepPlan(
+        len(examples), train.micro_batch_size, train.grad_accum, distributed.world_size(), distributed.rank(),
+        train.seed, config.data.shuffle,
+    )  # fmt: skip
+    steps = (
+        (step + 1, [collate(pick(examples, places), pad_id) for places in plan.micro_batches(step)])
+        for step in range(STEPS)
+    )
+    trace = Trace([], [], {})
+
+    def on_metrics(_: int, metrics: dict[str, float]) -> None:
+        trace.losses.append(metrics["train/loss"])
+        trace.grad_norms.append(metrics["train/grad_norm"])
+
+    Loop(engine, steps, 1, on_metrics, lambda _: None).run()
+    trace.weights = {name: master.float().cpu() for name, master in gather.masters(build.trainable(engine.module))}
+    engine.eval()
+    faults = proof.changes(engine.module, start, config.method, STEPS)
+    assert not faults, faults
+    _write(engine, config, folder, examples)
+    engine.destroy()
+    return trace
+
+
+def _write(engine: Any, config: RunConfig, folder: str, examples: list[Example]) -> None:
+    run_folder = Path(folder)
+    if distributed.rank() == 0:
+        run_folder.mkdir(parents=True, exist_ok=True)
+    distributed.barrier()
+    proof.write_probe(engine, [example.input_ids for example in examples], run_folder)
+    artifact.write(engine, config, config.method, load_tokenizer(config.model), run_folder)
+
+
+def all_stages(overrides: list[str], gathers: list[str], folder: str) -> dict[int, Trace]:
+    """``engine_loop`` at every ZeRO stage, one after another in this process."""
+    traces = {}
+    for stage in range(4):
+        for gather_name in gathers:
+            config = configure(*overrides, f"zero=stage{stage}", f"gather={gather_name}")
+            traces[stage] = engine_loop(config, f"{folder}/stage{stage}-{gather_name}")
+    return traces
