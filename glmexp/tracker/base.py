@@ -1,4 +1,8 @@
-"""What a tracker is, and the guard that keeps training going when one fails."""
+"""What a tracker is, and the guard that keeps training going when one fails.
+
+The settings of a tracker are a dataclass under ``@register("tracker", NAME)`` with ``build() -> Tracker``. Only rank 0
+tracks.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +44,6 @@ class Tracker(Protocol):
 
     def finish(self, status: Status) -> list[str]:
         """Close the run; lines for the terminal: where to read it."""
-
-
-class TrackerSettings(Protocol):
-    """The settings of a tracker, registered with ``@register("tracker", NAME)``."""
-
-    name: str
-
-    def build(self) -> Tracker:
-        """A tracker with these settings, not started."""
 
 
 class NoTracker:
@@ -113,8 +108,3 @@ class Guard:
             if not quiet:
                 self._warn(f"tracker {self.name} failed ({self.failure}) and is switched off; training goes on")
             return None
-
-
-def open_tracker(settings: TrackerSettings, rank: int, warn: Callable[[str], None]) -> Guard:
-    """The guarded tracker of this rank: only rank 0 tracks. ``warn`` prints a warning."""
-    return Guard(settings.name, settings.build() if rank == 0 else NoTracker(), warn)
