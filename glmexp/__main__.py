@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error.report(), file=sys.stderr)
         return EXIT_USER_MISTAKE
+    except BrokenPipeError:  # the reader of a printed text, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _main(words: list[str]) -> int:
@@ -48,11 +52,14 @@ def _main(words: list[str]) -> int:
     from glmexp.config.arguments import parse
 
     arguments = parse(words)
+    world_size = None if outside is None else outside.world_size
     if arguments.show or arguments.info or arguments.hydra_help or arguments.shell_completion:
+        from glmexp.config.compose import Machine
         from glmexp.config.show import show
+        from glmexp.launcher.ranks import gpu_count
 
-        return show(arguments)
-    return _run(arguments, None if outside is None else outside.world_size)
+        return show(arguments, Machine(gpu_count(), world_size))
+    return _run(arguments, world_size)
 
 
 def _run(arguments: Arguments, world_size: int | None) -> int:
@@ -78,6 +85,9 @@ def _claimed(asked: Request) -> tuple[list[RunConfig], str]:
     """Make the sweep's folder; one that another sweep of the same second has made is left to it."""
     assert asked.sweep_folder is not None
     wanted = Path(asked.sweep_folder)
+    if asked.folder_chosen:
+        wanted.mkdir(parents=True, exist_ok=True)
+        return asked.trials, asked.sweep_folder
     wanted.parent.mkdir(parents=True, exist_ok=True)
     folder = wanted
     for number in range(2, 1000):

@@ -19,6 +19,7 @@ from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.nearest import keys, nearest, shipped_options
 
 _LOCAL_RANK = re.compile(r"--local[_-]rank(=.*)?")
+_HARMLESS = re.compile(r"[^\x00-\x7f]|[~&;!^<>`]")
 _KEY = re.compile(r"(\+\+|\+|~)?([A-Za-z_$][\w$-]*)([./@:][\w$-]+)*")
 HYDRA_KEYS = ("hydra.searchpath", "hydra.sweep.dir", "hydra.sweeper.params")
 """What may be set of Hydra's own configuration: the rest has no effect here."""
@@ -133,6 +134,10 @@ def understand(overrides: Iterable[str], loader: Any, multirun: bool) -> tuple[l
     given: list[Given] = []
     problems: list[Problem] = []
     for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not _KEY.fullmatch(key) or not (equals or text.startswith("~")):
+            problems.append(_no_override(text))
+            continue
         try:
             one = Given(_parsed(parser, text), text)
         except HydraException:
@@ -146,17 +151,19 @@ def understand(overrides: Iterable[str], loader: Any, multirun: bool) -> tuple[l
 
 
 def _parsed(parser: OverridesParser, text: str) -> Override:
-    """Hydra's grammar knows ASCII only outside of quotes; letters beyond it are harmless, so they are quoted here."""
+    """Outside of quotes Hydra's grammar knows few signs. Those that mean nothing in it (~ & ; letters beyond ASCII) are
+    quoted here; text with # or with signs that do mean something is left to the user to quote."""
     try:
-        return parser.parse_override(text)
+        return parser.parse_overrides([text])[0]
     except HydraException:
         key, equals, value = text.partition("=")
-        if not equals or value.isascii():
+        harmless = _HARMLESS.sub("x", value)
+        if not equals or harmless == value:
             raise
-        shape = parser.parse_override(f"{key}={''.join(sign if sign.isascii() else 'x' for sign in value)}")
+        shape = parser.parse_overrides([f"{key}={harmless}"])[0]
         if shape.value_type is not ValueType.ELEMENT or not isinstance(shape.value(), str):
             raise
-        return parser.parse_override(f"{key}={quoted(value)}")
+        return parser.parse_overrides([f"{key}={quoted(value)}"])[0]
 
 
 def quoted(value: str) -> str:
@@ -172,18 +179,24 @@ def for_shell(word: str) -> str:
 
 
 def _grammar_problem(text: str) -> Problem:
-    key, equals, value = text.partition("=")
-    if not equals:
-        options = [f"{group}={text}" for group, names in shipped_options().items() if text in names]
-        fix = f"did you mean {' or '.join(options)}?" if options else "write KEY=VALUE; --help shows examples"
-        return Problem(text, "is no override", fix)
-    if not _KEY.fullmatch(key):
-        return Problem(text, f"{key!r} is no key", "write KEY=VALUE; keys are names with dots between them")
+    key, _, value = text.partition("=")
+    inner = quoted(value)
+    if value.startswith("[") and value.endswith("]"):
+        inner = f"[{','.join(quoted(one.strip()) for one in value[1:-1].split(','))}]"
     return Problem(
         key.lstrip("+~"),
-        f"the value {value} holds signs that Hydra's override grammar uses (= , ( ) [ ] {{ }} # : or quotes)",
-        f"put quotes inside of the shell's: {for_shell(f'{key}={quoted(value)}')}",
+        f"the value {value} holds signs that Hydra's override grammar uses (= , ( ) [ ] {{ }} : # or quotes)",
+        f"put quotes inside of the shell's: {for_shell(f'{key}={inner}')}",
     )
+
+
+def _no_override(text: str) -> Problem:
+    key, equals, _ = text.partition("=")
+    if equals:
+        return Problem(text, f"{key!r} is no key", "write KEY=VALUE; keys are names with dots between them")
+    options = [f"{group}={text}" for group, names in shipped_options().items() if text in names]
+    fix = f"did you mean {' or '.join(options)}?" if options else "write KEY=VALUE; --help shows examples"
+    return Problem(text, "is no override", fix)
 
 
 def _sweep_without_multirun(one: Given) -> Problem:

@@ -49,6 +49,8 @@ class Request:
     sweep_folder: str | None
     """Folder of all trials of a sweep; None for a single run."""
     warnings: list[str]
+    folder_chosen: bool = False
+    """The sweep's folder is the user's choice, not a time stamp."""
 
 
 def run_config(overrides: Sequence[str], ranks: int = 1, gpus: int = 0) -> RunConfig:
@@ -101,8 +103,8 @@ class _Composer:
         if problems:
             given, handed = self.without_wrong_options(given, groups)
         tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
-        if tree.hydra["params"]:
-            names = ", ".join(tree.hydra["params"])
+        if tree.params:
+            names = ", ".join(tree.params)
             self.problems.append(Problem("hydra.sweeper.params", f"holds a grid over {names}", "add -m to run it"))
         return self.checked(tree, given, groups)
 
@@ -115,17 +117,19 @@ class _Composer:
         """Load, check and derive one tree; problems are noted."""
         tree, noted = self.with_deepspeed_file(tree, given, groups)
         _drop_alternatives(tree)
-        self.problems.extend([*tree.problems, *noted, *_names_of_options(tree, given), *_unchosen_hooks(tree)])
+        self.problems.extend([*tree.problems, *noted, *_unchosen_hooks(tree)])
         origins = {key: origin.words for key, origin in tree.origins.items()}
         texts = {one.key: one.value_text for one in given if not one.sweeps and one.value_text[:1] not in "'\"[{"}
         config, problems = examine(tree.values, Source(origins, texts))
+        wrong = {problem.where for problem in problems}
         self.problems.extend(_without_echoes(problems, tree))
-        explicit = _explicit(tree, given, groups)
+        explicit = _explicit(tree)
         try:
             ranks = self.machine.ranks(config)
         except rules.UnusableValueError:
             ranks = 1
-        self.problems.extend(_told(rules.check(config, ranks, self.machine.gpus, explicit), tree))
+        contradictions = rules.check(config, ranks, self.machine.gpus, explicit)
+        self.problems.extend(_told([one for one in contradictions if one.where not in wrong], tree))
         if self.problems:
             return config
         if self.outside:
@@ -148,14 +152,14 @@ class _Composer:
         if not isinstance(file, str):
             return tree, []
         raised = ds_file.raise_file(Path(file).expanduser())
-        self.warnings.extend(one for one in raised.warnings if one not in self.warnings)
-        more = [text for text in raised.options() if text.partition("=")[0] not in _chosen(tree, given, groups)]
+        user_set = _chosen(tree, given, groups)
+        more = [text for text in raised.options(tree) if text.partition("=")[0] not in user_set]
         if more:
             chosen, _ = understand(more, self.hydra.config_loader, multirun=False)
             handed = hydra_tree.canonical([*given, *chosen], groups)[0]
             tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
-        explicit = _explicit(tree, given, groups)
-        problems = [*raised.problems, *ds_file.lay_over(tree, raised, explicit, _chosen(tree, given, groups))]
+        problems = [*raised.problems, *ds_file.lay_over(tree, raised, _explicit(tree), user_set)]
+        self.warnings.extend(one for one in raised.warnings if one not in self.warnings)
         return tree, problems
 
     def sweep(self, overrides: Iterable[str]) -> Request:
@@ -166,14 +170,25 @@ class _Composer:
         if problems:
             given, handed = self.without_wrong_options(given, groups)
         master = hydra_tree.compose(self.hydra, handed, given, RunMode.MULTIRUN)
-        folder = str(Path(master.hydra["sweep_dir"]).expanduser())
+        folder = self.sweep_folder(master)
+        chosen = any(one.key == "hydra.sweep.dir" for one in given)
         trials = []
         for number, (texts, swept) in enumerate(self.grid(master, given)):
             config = self.single_trial(texts, master)
             if not self.problems:
                 trials.append(_in_sweep(config, folder, number, swept))
+                self.problems.extend(_taken(trials[-1]) if chosen else [])
         self.stop_on_problems()
-        return Request(trials, folder, self.warnings)
+        return Request(trials, folder, self.warnings, chosen)
+
+    def sweep_folder(self, master: Tree) -> str:
+        try:
+            with hydra_tree.hydra_mistakes():
+                return str(Path(master.sweep.dir).expanduser())
+        except ConfigError as error:
+            text = error.problems[0].message.splitlines()[0]
+            self.problems.append(Problem("hydra.sweep.dir", text, "hydra.sweep.dir=FOLDER"))
+            return ""
 
     def single_trial(self, texts: list[str], master: Tree) -> RunConfig:
         """One trial: the overrides of the command line and of the grid as one line."""
@@ -183,7 +198,7 @@ class _Composer:
         if problems:
             given, handed = self.without_wrong_options(given, groups)
         tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
-        if tree.hydra["params"] != master.hydra["params"]:
+        if tree.params != master.params:
             self.problems.append(
                 Problem("hydra.sweeper.params", "a swept option brings a grid of its own", "sweep one study at a time")
             )
@@ -194,7 +209,7 @@ class _Composer:
     def grid(self, master: Tree, given: list[Given]) -> Iterator[tuple[list[str], list[str]]]:
         """(all overrides, the swept ones) of each trial: product of the command line and hydra.sweeper.params."""
         typed = {one.key: one for one in given}
-        lines = [f"{key}={_param(value)}" for key, value in master.hydra["params"].items()]
+        lines = [f"{key}={_param(value)}" for key, value in master.params.items()]
         params, problems = understand(lines, self.hydra.config_loader, multirun=True)
         self.problems.extend(problems)
         merged = {**{one.key: one for one in params}, **typed}
@@ -218,12 +233,17 @@ def _param(value: Any) -> str:
 
 def _in_sweep(config: RunConfig, folder: str, number: int, swept: list[str]) -> RunConfig:
     """The trial's folder and its tracker group; nothing else of the sweep stays in the configuration."""
-    words = re.sub(r"[^\w.=+-]+", "-", ",".join(text.lstrip("+") for text in swept).replace(",", "+"))[:100].strip("-")
-    name = f"{number}_{words}" if words else str(number)
+    words = [re.sub(r"[^\w.]+", "-", re.sub(r"(?<==)(\d+)\.0$", r"\1", text.lstrip("+"))) for text in swept]
+    name = "_".join([str(number), *words])[:100].rstrip("-_.")
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path(folder) / name)))
     if getattr(config.tracker, "group", "") is None:
         config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, group=Path(folder).name))
     return config
+
+
+def _taken(trial: RunConfig) -> Iterator[Problem]:
+    if trial.run.dir is not None and (Path(trial.run.dir) / "config.yaml").exists() and not trial.run.overwrite:
+        yield Problem("hydra.sweep.dir", f"{trial.run.dir} already holds a run", "choose another folder")
 
 
 def _drop_alternatives(tree: Tree) -> None:
@@ -235,14 +255,6 @@ def _drop_alternatives(tree: Tree) -> None:
         first, second = tree.origins.get(given), tree.origins.get(default)
         if first is not None and second is not None and not first.default and second.default:
             values[default.split(".")[1]] = None
-
-
-def _names_of_options(tree: Tree, given: list[Given]) -> Iterator[Problem]:
-    """``method.name=full`` would rename an option without its values."""
-    for one in given:
-        group, _, leaf = one.key.partition(".")
-        if leaf == "name" and group in tree.choices:
-            yield Problem(one.key, "is set by the chosen option", f"{group}={one.value_text}")
 
 
 def _unchosen_hooks(tree: Tree) -> Iterator[Problem]:
@@ -282,7 +294,7 @@ def _chosen(tree: Tree, given: list[Given], groups: Groups) -> dict[str, str]:
     return {**other, **named}
 
 
-def _explicit(tree: Tree, given: list[Given], groups: Groups) -> frozenset[str]:
+def _explicit(tree: Tree) -> frozenset[str]:
     """Keys whose values the user set by themselves, not through the choice of an option."""
     own = {key for key, origin in tree.origins.items() if not origin.default}
     echoes = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class Raised:
     """Option key to the DeepSpeed path."""
     not_dtypes: dict[str, str] = field(default_factory=dict)
     """dtype that the file switches off, to the path that says so."""
+    both_16bit: bool = False
+    """fp16 and bf16 are both on."""
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -102,14 +104,16 @@ class Raised:
         self.values[key] = value
         self.paths[key] = path
 
-    def options(self) -> list[str]:
-        """Groups whose option follows from the file: ``zero=stage3``, ``precision=fp16``."""
+    def options(self, tree: Tree) -> list[str]:
+        """Options that follow from the file where ``tree`` holds defaults: ``zero=stage3``, ``precision=fp16``."""
         chosen = []
         stage = self.values.get("zero.stage")
         if str(stage) in ("0", "1", "2", "3"):
             chosen.append(f"zero=stage{stage}")
         if "precision.dtype" in self.values:
             chosen.append(f"precision={self.values['precision.dtype']}")
+        elif tree.values.get("precision", {}).get("dtype") in self.not_dtypes:
+            chosen.append("precision=fp32")
         return chosen
 
 
@@ -130,10 +134,6 @@ def raise_file(path: Path) -> Raised:
                 _raise_value(raised, ds_path, direct[ds_path], value)
         else:
             _without_option(raised, ds_path, value, list(direct))
-    if raised.values.get("precision.dtype") != "fp16":
-        for key in [key for key in raised.values if key.startswith("precision.") and key != "precision.dtype"]:
-            raised.warnings.append(f"{raised.file}: {raised.paths[key]}: without effect while fp16.enabled is not true")
-            del raised.values[key]
     return raised
 
 
@@ -167,13 +167,8 @@ def _raise_precision(raised: Raised, switches: Mapping[str, Any]) -> None:
     for name, value in switches.items():
         if value not in (None, True, False, "true", "false", _AUTO):
             raised.refuse(f"{name}.enabled", f"{shown(value)} is not true, false or auto")
-    if len(on) == 2:
-        raised.refuse(
-            "fp16.enabled and bf16.enabled",
-            "both are true in this file: a run has one number format",
-            "switch one off, and choose the same with precision=fp16 or precision=bf16",
-        )
-    elif on:
+    raised.both_16bit = len(on) == 2
+    if len(on) == 1:
         raised.put("precision.dtype", on[0], f"{on[0]}.enabled")
     elif len(off) == 2:
         raised.put("precision.dtype", "fp32", "bf16.enabled")
@@ -237,13 +232,17 @@ def _without_option(raised: Raised, path: str, value: Any, known: list[str]) -> 
 
 def lay_over(tree: Tree, raised: Raised, explicit: Collection[str], chosen: Mapping[str, str]) -> list[Problem]:
     """Put the file's values into ``tree``: over defaults; where the user set the key too, they must be equal."""
-    problems = []
+    problems = [*_both_16bit(tree, raised, explicit, chosen)]
+    loss_scale = tree.values.get("precision", {}).get("dtype") == "fp16"
     same: Callable[[Any, Any], bool] = lambda one, other: _number(one) == _number(other)  # noqa: E731
     for key, value in raised.values.items():
         section, name = key.split(".")
         values = tree.values.get(section)
         if not isinstance(values, dict) or name not in values:
             continue  # the walk reports what is missing
+        if section == "precision" and name != "dtype" and not loss_scale:
+            raised.warnings.append(f"{raised.file}: {raised.paths[key]}: without effect, the run is not in fp16")
+            continue
         where = _where(key, tree, explicit, chosen)
         if where is not None and values[name] is not None and not same(values[name], value):
             problems.append(_contradiction(key, values[name], where, value, raised))
@@ -253,6 +252,17 @@ def lay_over(tree: Tree, raised: Raised, explicit: Collection[str], chosen: Mapp
             tree.origins[key] = Origin(f"{raised.file}: {raised.paths[key]}", default=False)
     problems.extend(_switched_off(tree, raised, explicit, chosen))
     return problems
+
+
+def _both_16bit(tree: Tree, raised: Raised, explicit: Collection[str], chosen: Mapping[str, str]) -> Iterator[Problem]:
+    if raised.both_16bit:
+        where = _where("precision.dtype", tree, explicit, chosen)
+        preset = f", and {where} chooses one too" if where is not None else ""
+        yield Problem(
+            f"{raised.file}: fp16.enabled and bf16.enabled",
+            f"both are true in this file{preset}: a run has one number format",
+            "switch one off in the file, and say the same with precision=fp16 or precision=bf16",
+        )
 
 
 def _number(value: Any) -> Any:

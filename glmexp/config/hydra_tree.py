@@ -19,7 +19,7 @@ from hydra.core.default_element import GroupDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -49,13 +49,17 @@ class RecordingLoader(ConfigLoaderImpl):
     def __init__(self, config_search_path: Any) -> None:
         super().__init__(config_search_path)
         self.origins: dict[str, Origin] = {}
+        self.hydra_keys: dict[str, Origin] = {}
 
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         loaded = super()._load_single_config(default, repo)
         if default.config_path is not None and not default.config_path.startswith("hydra/"):
             origin = _origin(default.config_path, loaded)
             for key in _keys(loaded.config):
-                self.origins[key] = origin
+                if not key.startswith("hydra."):
+                    self.origins[key] = origin
+                elif not origin.default:
+                    self.hydra_keys[key] = origin
         return loaded
 
     def groups(self, searchpath: Sequence[str]) -> Groups:
@@ -78,7 +82,7 @@ class Groups:
 
     def exists(self, name: str) -> bool:
         """Whether ``name`` is a group with options."""
-        return "." not in name and bool(self.options(name))
+        return bool(name) and "." not in name and bool(self.options(name))
 
     def options(self, name: str) -> list[str]:
         """All options of a group, the user's own too."""
@@ -93,8 +97,10 @@ class Tree:
     origins: dict[str, Origin]
     choices: dict[str, Any]
     """Group to chosen option."""
-    hydra: dict[str, Any]
-    """Hydra's own section."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """``hydra.sweeper.params``: the grid that a study brings."""
+    sweep: Any = None
+    """``hydra.sweep``, unresolved: its folder's name may need keys that are missing outside of a sweep."""
     interpolated: dict[str, str] = field(default_factory=dict)
     """Dotted key to the ``${...}`` that it was."""
     problems: list[Problem] = field(default_factory=list)
@@ -127,6 +133,11 @@ def hydra_mistakes() -> Iterator[None]:
         mark = error.problem_mark
         where = f"{mark.name}:{mark.line + 1}" if mark is not None else "a YAML file"
         raise ConfigError(Problem(where, f"is no valid YAML: {error.problem}", "correct that line")) from error
+    except MissingConfigException as error:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if not error.options:
+            raise ConfigError(Problem("composing", str(error))) from error
+        raise ConfigError(unknown_option(group, option, sorted(error.options))) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         text = str(error).strip() or str(error.__cause__)
         raise ConfigError(Problem("composing", text.replace("\n", "\n      "))) from error
@@ -142,6 +153,7 @@ def canonical(given: Iterable[Given], groups: Groups) -> tuple[list[str], list[P
             problems.extend(_hydra_key(one))
             handed.append(one.override.input_line or one.text)
         elif one.deletes:
+            problems.extend(_deletion(one, groups))
             handed.append(one.text)
         elif groups.exists(key) and not isinstance(value, dict):
             problems.extend(_options_of(one, groups))
@@ -150,17 +162,38 @@ def canonical(given: Iterable[Given], groups: Groups) -> tuple[list[str], list[P
         elif one.override.package is not None:
             problems.append(unknown_key(one.key, value))
         else:
+            problems.extend(_name_of_option(one, groups))
             handed.append(f"++{key}={one.value_text}")
     return handed, problems
 
 
 def _hydra_key(one: Given) -> Iterator[Problem]:
     key = one.override.key_or_group
+    yield from _useless_hydra_key(key)
+    if one.sweeps:
+        yield Problem(key, "cannot be swept over", "give one value")
+
+
+def _useless_hydra_key(key: str, origin: str = "") -> Iterator[Problem]:
     if not any(key == known or key.startswith(f"{known}.") for known in HYDRA_KEYS):
         better = {"hydra.run.dir": "run.dir=FOLDER", "hydra.mode": "-m"}.get(key, f"known: {', '.join(HYDRA_KEYS)}")
-        yield Problem(key, "has no effect here", better)
-    elif one.sweeps:
-        yield Problem(key, "cannot be swept over", "give one value")
+        yield Problem(key, f"has no effect here{origin}", better)
+
+
+def _deletion(one: Given, groups: Groups) -> Iterator[Problem]:
+    """Only what a mapping holds can be taken away: an eval hook, a variable of launcher.env."""
+    key = one.override.key_or_group
+    if groups.exists(key):
+        yield Problem(one.text, f"a run needs the group {key}", f"{key}=... one of {', '.join(groups.options(key))}")
+    elif not key.startswith("launcher.env.") and not (key.startswith("eval.") and key.count(".") == 1):
+        yield Problem(one.text, "cannot be taken away: a run needs every key", f"{key}=null, where null is allowed")
+
+
+def _name_of_option(one: Given, groups: Groups) -> Iterator[Problem]:
+    """``method.name=full`` would rename an option without its values."""
+    group, _, leaf = one.key.partition(".")
+    if leaf == "name" and groups.exists(group):
+        yield Problem(one.key, "is set by the chosen option", f"{group}={one.value_text}")
 
 
 def _options_of(one: Given, groups: Groups) -> Iterator[Problem]:
@@ -180,7 +213,7 @@ def compose(hydra: Hydra, handed: Sequence[str], given: Iterable[Given], mode: R
     """Compose and resolve one tree. Raises ConfigError for what cannot be composed at all."""
     loader = hydra.config_loader
     assert isinstance(loader, RecordingLoader)
-    loader.origins = {}
+    loader.origins, loader.hydra_keys = {}, {}
     with hydra_mistakes():
         config = hydra.compose_config(PRIMARY, list(handed), mode, validate_sweep_overrides=mode is RunMode.RUN)
     HydraConfig.instance().set_config(config)
@@ -191,16 +224,15 @@ def compose(hydra: Hydra, handed: Sequence[str], given: Iterable[Given], mode: R
         for key in flatten({one.key: value}):
             origins[key] = typed
     choices = dict(config.hydra.runtime.choices)
-    tree = Tree({}, origins, choices, {})
+    tree = Tree({}, origins, choices)
     for name in map(str, config):
         if name != "hydra":
             tree.values[name] = _plain(config, name, name, tree)
-    section = config.hydra
+    for key, origin in loader.hydra_keys.items():
+        tree.problems.extend(_useless_hydra_key(key, f" (from {origin.words})"))
     with hydra_mistakes():
-        tree.hydra = {
-            "sweep_dir": str(section.sweep.dir),
-            "params": {str(key): value for key, value in dict(section.sweeper.get("params") or {}).items()},
-        }
+        tree.params = {str(key): value for key, value in dict(config.hydra.sweeper.get("params") or {}).items()}
+    tree.sweep = config.hydra.sweep
     return tree
 
 
@@ -232,9 +264,9 @@ def _keys(config: Any, path: str = "") -> Iterator[str]:
         yield path
         return
     for name, value in config.items_ex(resolve=False):
-        if not path and name in ("defaults", "hydra"):
-            continue
-        yield from _keys(value, f"{path}.{name}" if path else str(name))
+        key = f"{path}.{name!s}" if path else str(name)
+        if key != "defaults":
+            yield from _keys(value, key)
 
 
 def _origin(config_path: str, loaded: Any) -> Origin:

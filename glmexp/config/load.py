@@ -42,7 +42,10 @@ class Source:
 
     def suffix(self, key: str) -> str:
         """``" (from the command line)"``, or nothing where it is not known."""
-        return f" (from {self.origins[key]})" if key in self.origins else ""
+        deeper = [one for one in self.origins if one.startswith(f"{key}.")]
+        if key not in self.origins and not deeper:
+            return ""
+        return f" (from {self.origins[deeper[0] if deeper else key]})"
 
 
 def load(tree: Mapping[str, Any]) -> RunConfig:
@@ -180,7 +183,12 @@ class _Walk:
         if value == MISSING:
             from glmexp.config.nearest import meaning
 
-            self.problems.append(Problem(key, f"must be set: {meaning(key)}", f"{key}=..."))
+            self.problems.append(Problem(key, f"must be set ({meaning(key)})", f"{key}=..."))
+            return
+        if typing.get_origin(hint) is dict and isinstance(value, dict):
+            values[name] = {}
+            for part, one in value.items():
+                self.field(values[name], str(part), typing.get_args(hint)[1], one, f"{key}.{part}")
             return
         try:
             values[name] = convert(value, hint, self.source.texts.get(key))

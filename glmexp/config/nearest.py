@@ -144,4 +144,4 @@ def meaning(key: str) -> str:
         cls = typing.get_type_hints(cls).get(part, Any)
     if not dataclasses.is_dataclass(cls):
         return "it has no default"
-    return field_docs(typing.cast(type, cls))[leaf].split(". ")[0].rstrip(".").lower()
+    return field_docs(typing.cast(type, cls))[leaf].split(". ")[0].rstrip(".")

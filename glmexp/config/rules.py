@@ -283,7 +283,7 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 def _optimizer(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     optim, train = config.optim, config.train
     if len(optim.betas) != 2:
-        yield Problem("optim.betas", f"{optim.betas} has {len(optim.betas)} numbers", "AdamW takes two: [0.9,0.999]")
+        yield Problem("optim.betas", f"{optim.betas} is not two numbers", "optim.betas=[0.9,0.999]")
     if optim.warmup_steps is not None and optim.warmup_ratio is not None:
         yield Problem(
             "optim.warmup_steps",
