@@ -171,8 +171,8 @@ class Transformer(nn.Module):
         hidden = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         extra = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
-        rotation = self.rotation(self.positions(input_ids, position_ids, attention_mask, past))
         visible = prefix_lm_mask(input_ids, hidden, attention_mask, past, extra, self.config)
+        rotation = self.rotation(self.positions(input_ids, position_ids, attention_mask, past))
         prefix = prefix_states(self.prefix_encoder, hidden)
         collected = []
         for index, layer in enumerate(self.layers):
