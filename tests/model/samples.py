@@ -75,6 +75,7 @@ def make_vocabulary(folder: Path, release: str) -> Path:
         hard_vocab_limit=False,
         byte_fallback=True,
         remove_extra_whitespaces=release == "chatglm",
+        normalization_rule_name="nmt_nfkc" if release == "chatglm" else "identity",
         minloglevel=2,
         **special,
     )
