@@ -16,6 +16,7 @@ from pathlib import Path
 from glmexp.config.errors import EXIT_USER_MISTAKE
 from glmexp.config.load import read
 from glmexp.launcher import failures, folder
+from glmexp.launcher.environment import set_defaults
 
 
 def run_rank(run_folder: Path, shows_failures: bool) -> int:
@@ -25,6 +26,7 @@ def run_rank(run_folder: Path, shows_failures: bool) -> int:
     ranks find, only on rank 0).
     """
     rank = int(os.environ["RANK"])
+    set_defaults()
     _logs_to_file(run_folder, rank)
     _end_at_once_on_signals(run_folder, rank)
     try:
@@ -49,7 +51,6 @@ def _logs_to_file(run_folder: Path, rank: int) -> None:
     logging.captureWarnings(True)
     # DeepSpeed calls functions that torch 2.13 deprecates, once a step: they would drown the log.
     warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*")
-    os.environ["GLMEXP_RANK_LOG"] = str(run_folder / "logs" / f"rank{rank}.log")
 
 
 def _end_at_once_on_signals(run_folder: Path, rank: int) -> None:

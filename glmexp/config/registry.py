@@ -12,7 +12,7 @@ import importlib.util
 import os
 import pkgutil
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from glmexp.config.errors import ConfigError, Problem
 
@@ -81,7 +81,3 @@ def load_plugins() -> None:
             ) from error
         _plugins_loaded.add(module)
 
-
-def settings_of(group: str, name: str, **values: Any) -> Any:
-    """An instance of the option's dataclass; for tests and code that has no composed configuration."""
-    return option(group, name)(name=name, **values)

@@ -14,7 +14,7 @@ from glmexp.engine.build import DTYPES
 from glmexp.entry import artifact
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
-from glmexp.entry.session import run_info, session
+from glmexp.entry.session import session
 from glmexp.launcher.folder import write_status
 from glmexp.model.build import load_network, load_tokenizer
 from glmexp.model.renderer import renderer
@@ -28,7 +28,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
         data = prepare(config.data, config.train.seed, template, train=False)
         model = _load(section, dtype, folder).to(distributed.device())
         if here.screen.active:
-            here.tracker.start(run_info(config, run_folder))
+            here.start_tracker()
             here.screen.lines(data.report)
             here.screen.facts(
                 "glmexp evaluate",

@@ -15,6 +15,7 @@ from glmexp.data.collate import collate, collate_prompts
 from glmexp.data.prepare import Example
 from glmexp.engine import distributed
 from glmexp.engine.checkpoint import UntouchedRng
+from glmexp.engine.loss import loss_sum
 from glmexp.entry.console import Screen
 from glmexp.eval.hook import EvalContext
 from glmexp.tracker.base import Tracker
@@ -85,6 +86,7 @@ class Evaluation:
             collate_prompts=lambda rows: collate_prompts(rows, self.renderer.pad_id),
             decode=self.renderer.answer,
             stop_ids=self.renderer.stop_ids,
+            loss_sum=loss_sum,
             sum_over_ranks=distributed.sum_over_ranks,
             gather_to_first=distributed.gather_to_first,
             device=distributed.device(),

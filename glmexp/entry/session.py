@@ -14,7 +14,7 @@ from glmexp.engine.build import quiet_deepspeed
 from glmexp.entry.console import Screen
 from glmexp.launcher.environment import rendezvous_store
 from glmexp.launcher.folder import write_status
-from glmexp.tracker.base import Guard, RunInfo
+from glmexp.tracker.base import Guard, NoTracker, RunInfo
 from glmexp.tracker.metrics_file import MetricsFile
 
 
@@ -28,6 +28,22 @@ class Session:
     metrics: MetricsFile | None
     tracker: Guard
 
+    @contextmanager
+    def closing_on_failure(self) -> Iterator[None]:
+        """What is raised inside also ends the tracker's run, as failed."""
+        try:
+            yield
+        except BaseException:
+            self.tracker.finish("failed")
+            raise
+
+    def start_tracker(self) -> None:
+        """Open the tracker's run."""
+        config = self.config
+        group = getattr(config.tracker, "group", None)
+        info = RunInfo(name=config.run.name, folder=self.folder, config=dump(config), group=group)
+        self.screen.lines(self.tracker.start(info))
+
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the tracker."""
         if self.metrics is not None:
@@ -36,8 +52,8 @@ class Session:
 
 
 @contextmanager
-def session(config: RunConfig, run_folder: Path, resumed_from: int | None = None) -> Iterator[Session]:
-    """Join the process group; leave it at the end. Status is ``running`` inside and ``finished`` after."""
+def session(config: RunConfig, run_folder: Path) -> Iterator[Session]:
+    """Join the process group; leave it at the end. The run's status is ``running`` from here on."""
     import transformers
 
     transformers.set_seed(config.train.seed)
@@ -46,18 +62,20 @@ def session(config: RunConfig, run_folder: Path, resumed_from: int | None = None
     first = distributed.rank() == 0
     if first:
         write_status(run_folder, "running")
+    screen = Screen(active=first)
+    here = Session(
+        config=config,
+        folder=run_folder,
+        screen=screen,
+        metrics=MetricsFile(run_folder / "metrics.jsonl") if first else None,
+        tracker=Guard(
+            config.tracker.name,
+            config.tracker.build() if first else NoTracker(),
+            warn=lambda line: screen.lines([line]),
+        ),
+    )
     try:
-        yield Session(
-            config=config,
-            folder=run_folder,
-            screen=Screen(active=first),
-            metrics=MetricsFile(run_folder / "metrics.jsonl") if first else None,
-            tracker=Guard(config.tracker if first else None),
-        )
+        with here.closing_on_failure():
+            yield here
     finally:
         distributed.leave()
-
-
-def run_info(config: RunConfig, run_folder: Path) -> RunInfo:
-    """What a tracker shows of the run."""
-    return RunInfo(name=config.run.name, folder=run_folder, config=dump(config))

@@ -20,7 +20,7 @@ from glmexp.engine.loop import Batch, Loop
 from glmexp.entry import artifact, proof
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
-from glmexp.entry.session import Session, run_info, session
+from glmexp.entry.session import Session, session
 from glmexp.launcher.folder import write_json, write_status
 from glmexp.model.build import load_network, load_tokenizer
 from glmexp.model.renderer import renderer
@@ -60,7 +60,7 @@ def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
     done = _resume(here, engine)
     if here.screen.active:
         write_json(here.folder / "ds_config.json", ds_config)
-        here.tracker.start(run_info(config, here.folder))
+        here.start_tracker()
         here.screen.lines(data.report)
         here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
 
@@ -76,8 +76,6 @@ def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
         tracker=here.tracker,
         screen=here.screen,
     )
-    if not data.eval and config.eval.hooks:
-        here.screen.lines(["no held-out rows, so no eval hook runs: set data.eval_file=FILE or data.holdout=ROWS"])
     if done == 0:
         evaluation.run(0, all_hooks=True)
     _loop(here, engine, plan, data, template.pad_id, evaluation, done, total)
@@ -163,7 +161,7 @@ def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) ->
     train = config.train
     steps = f"{done} done, on to {total}" if done else str(total)
     return {
-        "model": f"{config.model.name} ({config.model.family}), {build.count(trained) + build.count(rest):,} parameters",
+        "model": f"{config.model.name} ({config.model.family}), {build.count(trained + rest):,} parameters",
         "method": f"{config.method.name}, {build.count(trained):,} of them trained",
         "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}",
         "ranks": f"{ranks} on {distributed.device().type}",
@@ -176,16 +174,13 @@ def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) ->
 
 def _prove_and_close(here: Session, faults: list[str], evaluation: Evaluation, first: int, last: int) -> None:
     """Rank 0, alone: the proof, the table of answers, the last lines."""
-    try:
+    with here.closing_on_failure():
         result = proof.run_fresh(here.folder, faults)
-    except BaseException:
-        here.tracker.finish("failed")
-        raise
     here.screen.answers(evaluation.best_table(first, last))
     here.screen.lines(
         [
-            f"proof: {result['tensors']} trained tensors moved and reload exactly; a fresh process gives the live model's "
-            f"logits to {result['logits_difference']:.2g} (allowed {result['logits_allowed']:.2g})",
+            f"proof: {result['tensors']} trained tensors moved and reload exactly; a fresh process gives the live "
+            f"model's logits to {result['logits_difference']:.2g} (allowed {result['logits_allowed']:.2g})",
         ]
     )
     tracker_lines = here.tracker.finish("finished")
@@ -196,8 +191,8 @@ def _prove_and_close(here: Session, faults: list[str], evaluation: Evaluation, f
             f"everything lies in {where}: metrics.jsonl, config.yaml, ds_config.json, samples/, artifact/, proof.json",
             *tracker_lines,
             "next:",
-            f"  python -m glmexp entry=evaluate artifact.path={where}/artifact   # the artifact alone, on held-out rows",
-            "  python -m glmexp method=ptuning zero=stage3                      # another method, partitioned weights",
-            "  python -m glmexp -m +experiments=rank_and_bucket                 # a sweep, compared by group in wandb",
+            f"  python -m glmexp entry=evaluate artifact.path={where}   # the artifact alone, on held-out rows",
+            "  python -m glmexp method=ptuning zero=stage3   # another method, partitioned weights",
+            "  python -m glmexp -m +experiments=rank_and_bucket   # a sweep, grouped in wandb",
         ]
     )

@@ -66,6 +66,8 @@ class EvalContext:
     """Ids -> text, without special tokens."""
     stop_ids: Sequence[int]
     """Tokens that end an answer."""
+    loss_sum: Callable[[Any, Any], Any]
+    """(logits, labels) -> sum of the supervised tokens' cross entropies in float32, as training computes it."""
     sum_over_ranks: Callable[[list[float]], list[float]]
     gather_to_first: Callable[[Any], list[Any] | None]
     """A value of each rank -> all of them on rank 0, None elsewhere."""

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from glmexp.config.registry import register
 from glmexp.config.schema import Count
 from glmexp.eval.hook import EvalContext, HookResult
-
-if TYPE_CHECKING:
-    import torch
 
 IGNORED = -100
 """Label of tokens that do not count (the default ignore_index of torch's cross entropy)."""
@@ -39,7 +35,7 @@ class Loss:
                 output = context.model(
                     input_ids=on_device["input_ids"], attention_mask=on_device["attention_mask"], use_cache=False
                 )
-                total += token_loss_sum(output.logits, on_device["labels"])
+                total += context.loss_sum(output.logits, on_device["labels"])
                 del output
         loss_sum, token_count = context.sum_over_ranks([float(total), float(tokens)])
         assert token_count > 0, "held-out rows without a supervised token never reach a hook"
@@ -50,15 +46,3 @@ class Loss:
             perplexity = math.inf
         line = f"loss {loss:.4f}, perplexity {perplexity:.4g} ({len(context.examples)} rows, {int(token_count)} tokens)"
         return HookResult(metrics={"loss": loss, "perplexity": perplexity}, lines=[line])
-
-
-def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of cross entropies in float32 where a label counts; logits (batch, length, vocabulary) are of the next token.
-
-    Only the supervised positions are copied to float32: a whole batch of a 65,000 token vocabulary would be gigabytes.
-    """
-    import torch.nn.functional as functional
-
-    targets = labels[:, 1:]
-    counted = targets != IGNORED
-    return functional.cross_entropy(logits[:, :-1][counted].float(), targets[counted], reduction="sum")

@@ -10,28 +10,35 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from glmexp.config.schema import RunConfig
+from glmexp.launcher.ranks import gpu_count
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# What libraries print by themselves goes to the rank's log file (see worker); these are read before that is set up.
+# What libraries print by themselves goes to the rank's log file (see worker); these they read when they are imported.
 _QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TRANSFORMERS_VERBOSITY": "error",
-    "DS_SKIP_CUDA_CHECK": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 
 
-@contextmanager
-def rank_environment(config: RunConfig, ranks: int) -> Iterator[None]:
-    """Variables that every rank inherits: ``launcher.env`` wins over the defaults here, and both over nothing."""
+def set_defaults() -> None:
+    """Variables of a rank that nobody has set, however it was started. Call before torch is imported."""
     # Each rank would else take a thread a core, and N ranks fight for them.
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     defaults = {**_QUIET, "OMP_NUM_THREADS": str(threads)}
-    added = {name: value for name, value in defaults.items() if name not in os.environ} | config.launcher.env
-    with _environ(added):
+    if gpu_count() == 0:
+        defaults["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns on the terminal that it found no other
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def rank_environment(config: RunConfig) -> Iterator[None]:
+    """``launcher.env``, which every rank inherits."""
+    with _environ(config.launcher.env):
         yield
 
 
@@ -43,7 +50,7 @@ def one_rank_environment(config: RunConfig) -> Iterator[None]:
     with get_socket_with_port() as socket:
         port = socket.getsockname()[1]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with rank_environment(config, 1), _environ(alone):
+    with rank_environment(config), _environ(alone):
         yield
 
 

@@ -60,7 +60,7 @@ def _local(config: RunConfig, run_folder: Path) -> int:
         max_restarts=0,
         shutdown_timeout=10,
     )
-    with rank_environment(config, ranks):
+    with rank_environment(config):
         try:
             elastic_launch(launch, sys.executable)("-m", "glmexp.worker", str(run_folder))
         except ChildFailedError as error:

@@ -38,7 +38,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's network in ``dtype``, on the CPU or partitioned while loading. No code of the checkpoint is run."""
+    """The checkpoint's network in ``dtype``, on the CPU or partitioned while loading. None of its code is run."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -67,5 +67,9 @@ def _check_family(model: ModelSection, config: object) -> None:
 def _unreachable(model: ModelSection, error: OSError) -> ArtifactError:
     first_line = str(error).splitlines()[0]
     return ArtifactError(
-        Problem("model.path", f"cannot load {model.path!r}: {first_line}", "name a local folder, or a hub name that can be reached")
+        Problem(
+            "model.path",
+            f"cannot load {model.path!r}: {first_line}",
+            "name a local folder, or a hub name that can be reached",
+        )
     )

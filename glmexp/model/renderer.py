@@ -44,7 +44,7 @@ class TemplateRenderer:
         self.stop_ids = sorted({int(tokenizer.eos_token_id), int(end_of_text)})
 
     def train(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation that ends with an answer, and which of them are learned: the answer and its end token."""
+        """Ids of a conversation that ends with an answer, and which are learned: the answer and its end token."""
         prompt = self.prompt(messages[:-1])
         row = self._ids(messages, add_generation_prompt=False)
         if row[: len(prompt)] != prompt or self.tokenizer.eos_token_id not in row[len(prompt) :]:

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from glmexp.config.registry import names, option
+from glmexp.engine.loss import loss_sum
 from glmexp.eval.generate import Generate
 from glmexp.eval.hook import EvalContext
-from glmexp.eval.loss import Loss, token_loss_sum
+from glmexp.eval.loss import Loss
 
 PAD, STOP, VOCABULARY = 0, 1, 8
 
@@ -118,6 +119,7 @@ def run_on_ranks(
             collate_prompts=collate_prompts,
             decode=text,
             stop_ids=[STOP],
+            loss_sum=loss_sum,
             sum_over_ranks=sum_over,
             gather_to_first=gather,
             device=torch.device("cpu"),
@@ -150,13 +152,13 @@ def test_only_supervised_positions_are_copied_to_float32(monkeypatch: pytest.Mon
     plain = torch.Tensor.float
     monkeypatch.setattr(torch.Tensor, "float", lambda self: seen.append(self.shape) or plain(self))
     batch = collate(ROWS)
-    token_loss_sum(torch.zeros(*batch["labels"].shape, VOCABULARY), batch["labels"])
+    loss_sum(torch.zeros(*batch["labels"].shape, VOCABULARY), batch["labels"])
     assert seen == [(13, VOCABULARY)]
 
 
 def test_blank_batches_and_overflow_give_numbers(tmp_path: Path) -> None:
     labels = torch.full((2, 3), -100)
-    assert float(token_loss_sum(torch.zeros(2, 3, VOCABULARY), labels)) == 0.0
+    assert float(loss_sum(torch.zeros(2, 3, VOCABULARY), labels)) == 0.0
     model = TableModel()
     model.table = torch.full((VOCABULARY, VOCABULARY), 0.0)
     model.table[:, PAD] = 1e5
