@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 
-def run_on_ranks(function: Callable[..., Any], *args: Any, folder: Path, ranks: int = 2, timeout_s: float = 240) -> list:
+def run_on_ranks(
+    function: Callable[..., Any], *args: Any, folder: Path, ranks: int = 2, timeout_s: float = 240
+) -> list:
     """``function(*args)`` on each rank inside of a process group; the ranks' return values in order.
 
     function must be importable (module level). Raises AssertionError with the ranks' tracebacks, or at the time limit.

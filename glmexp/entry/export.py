@@ -17,7 +17,16 @@ from glmexp.model.build import load_tokenizer
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
-    """Assemble on one rank. Returns the exit code; raises ArtifactError where partitions are absent or changed."""
+    """Assemble on one rank. Returns the exit code."""
+    with session(config, run_folder) as here:
+        count = assemble(config, run_folder)
+        write_status(run_folder, "finished")
+        here.screen.lines([f"{count} tensors assembled in {relative(run_folder / artifact.FOLDER)}"])
+    return 0
+
+
+def assemble(config: RunConfig, run_folder: Path) -> int:
+    """Write ``artifact/`` and return its number of tensors. Raises where partitions are absent or were changed."""
     assert config.artifact.path is not None, "the rules ask for artifact.path"
     source = artifact.find(Path(config.artifact.path))
     card = artifact.read_card(source)
@@ -25,17 +34,14 @@ def run(config: RunConfig, run_folder: Path) -> int:
         raise ConfigError(
             Problem("artifact.path", f"{source} was written by gather={card.gather}", "it is whole: use it as it is")
         )
-    with session(config, run_folder) as here:
-        model, _ = artifact.load(source, DTYPES[card.dtype])
-        faults = artifact.check(model, card)
-        if faults:
-            raise ArtifactError(*(Problem(str(source), fault, "train again") for fault in faults))
-        folder = run_folder / artifact.FOLDER
-        folder.mkdir(exist_ok=True)
-        held = card.method_settings().write(folder, model, {name: p.detach() for name, p in trainable(model)})
-        prints = {name: fingerprint.of_tensor(tensor) for name, tensor in held.items()}
-        load_tokenizer(card.model_section()).save_pretrained(folder)
-        replace(card, gather="trainable", tensors=prints).write(folder)
-        write_status(run_folder, "finished")
-        here.screen.lines([f"{len(prints)} tensors assembled in {relative(folder)}"])
-    return 0
+    model, _ = artifact.load(source, DTYPES[card.dtype])
+    faults = artifact.check(model, card)
+    if faults:
+        raise ArtifactError(*(Problem(str(source), fault, "train again") for fault in faults))
+    folder = run_folder / artifact.FOLDER
+    folder.mkdir(exist_ok=True)
+    held = card.method_settings().write(folder, model, {name: p.detach() for name, p in trainable(model)})
+    prints = {name: fingerprint.of_tensor(tensor) for name, tensor in held.items()}
+    load_tokenizer(card.model_section()).save_pretrained(folder)
+    replace(card, gather="trainable", tensors=prints).write(folder)
+    return len(prints)
