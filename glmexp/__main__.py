@@ -48,7 +48,7 @@ def _main(words: list[str]) -> int:
     if outside is not None and outside.rank != 0:
         from glmexp.launcher.start import follow
 
-        return follow(outside)
+        return follow(outside, _run_rank)
     from glmexp.config.arguments import parse
 
     arguments = parse(words)
@@ -76,9 +76,16 @@ def _run(arguments: Arguments, world_size: int | None) -> int:
     from glmexp.launcher.start import start, sweep
 
     if asked.sweep_folder is None:
-        return start(asked.trials[0])
+        return start(asked.trials[0], _run_rank)
     trials, folder = _claimed(asked)
-    return sweep(trials, folder)
+    return sweep(trials, folder, _run_rank)
+
+
+def _run_rank(run_folder: Path, shows_failures: bool) -> int:
+    """This process as a rank; the launcher room does not know the worker above it."""
+    from glmexp.worker import run_rank
+
+    return run_rank(run_folder, shows_failures)
 
 
 def _claimed(asked: Request) -> tuple[list[RunConfig], str]:

@@ -40,7 +40,7 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """The same while it runs. Its whole process group is ended on the way out."""
     process = subprocess.Popen(
-        [*before, "glmexp", *words],
+        [*before, "glmexp", *_last_wins(words)],
         cwd=folder,
         env=environment(**more),
         stdin=subprocess.DEVNULL,
@@ -58,6 +58,12 @@ def started(
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+def _last_wins(words: tuple[str, ...]) -> list[str]:
+    """A test's own values replace those of SHORT; twice on one line would be refused."""
+    by_key = {word.split("=")[0] if "=" in word and not word.startswith("-") else word: word for word in words}
+    return list(by_key.values())
 
 
 def group(session: int) -> list[int]:

@@ -8,6 +8,7 @@ renamed, moved, zeroed, rounded or foreign tensor), it is no cryptographic hash.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def of_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, i
     return dict(zip(names, sums, strict=True))
 
 
-def _of_partition(parameter: nn.Parameter) -> int:
+def _of_partition(parameter: Any) -> int:
     part = parameter.ds_tensor
     start = part.numel() * (dist.get_rank() if dist.is_initialized() else 0)
     length = max(0, min(part.numel(), parameter.ds_numel - start))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE
@@ -13,23 +14,26 @@ from glmexp.launcher.ranks import Outside, gpu_count, outside_ranks
 
 RUN_FOLDER_KEY = "glmexp/run_folder"
 
+RunRank = Callable[[Path, bool], int]
+"""(run folder, whether the rank shows its own failures) -> exit code: this process as a rank. See ``worker``."""
 
-def start(config: RunConfig) -> int:
+
+def start(config: RunConfig, run_rank: RunRank) -> int:
     """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
     run_folder = folder.make(config)
     if config.launcher.name == "env":
-        return _lead(config, run_folder)
+        return _lead(config, run_folder, run_rank)
     if config.launcher.name == "inprocess":
-        return _in_process(config, run_folder)
+        return _in_process(config, run_folder, run_rank)
     return _local(config, run_folder)
 
 
-def sweep(trials: list[RunConfig], sweep_folder: str) -> int:
+def sweep(trials: list[RunConfig], sweep_folder: str, run_rank: RunRank) -> int:
     """Run trials one after another, each in its own processes. A failed one does not stop the rest; then returns 1."""
     codes = []
     for number, config in enumerate(trials, start=1):
         print(f"\n== trial {number} of {len(trials)}: {config.run.dir}", flush=True)
-        codes.append(start(config))
+        codes.append(start(config, run_rank))
         if codes[-1] == 128 + signal.SIGINT:
             print(f"sweep interrupted after trial {number} of {len(trials)}", file=sys.stderr)
             break
@@ -87,29 +91,26 @@ def _failed(run_folder: Path, ranks: int, exit_codes: dict[int, int]) -> int:
     return EXIT_USER_MISTAKE if cause.exit_code == EXIT_USER_MISTAKE else EXIT_FAILURE
 
 
-def _in_process(config: RunConfig, run_folder: Path) -> int:
+def _in_process(config: RunConfig, run_folder: Path, run_rank: RunRank) -> int:
     """One rank in this process, for debuggers; its rendezvous is a store of its own."""
     from glmexp.launcher.environment import one_rank_environment
-    from glmexp.worker import run_rank
 
     with one_rank_environment(config):
-        return run_rank(run_folder, shows_failures=True)
+        return run_rank(run_folder, True)
 
 
-def _lead(config: RunConfig, run_folder: Path) -> int:
+def _lead(config: RunConfig, run_folder: Path, run_rank: RunRank) -> int:
     """Rank 0 under an outside launcher: hand the folder to the others, then be a rank."""
     from glmexp.launcher.environment import rendezvous_store
-    from glmexp.worker import run_rank
 
     rendezvous_store(config.launcher.timeout_s).set(RUN_FOLDER_KEY, str(run_folder))
-    return run_rank(run_folder, shows_failures=True)
+    return run_rank(run_folder, True)
 
 
-def follow(outside: Outside) -> int:
+def follow(outside: Outside, run_rank: RunRank) -> int:
     """Ranks other than 0 under an outside launcher: wait for rank 0's folder, then be a rank."""
     from glmexp.launcher.environment import rendezvous_store
-    from glmexp.worker import run_rank
 
     assert outside == outside_ranks(), "follow() is for the process that the launcher started"
     run_folder = rendezvous_store(timeout_s=600).get(RUN_FOLDER_KEY).decode()
-    return run_rank(Path(run_folder), shows_failures=True)
+    return run_rank(Path(run_folder), True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FamilyFacts
@@ -12,7 +12,6 @@ from glmexp.config.families import FamilyFacts
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
     Merge = Callable[..., torch.Tensor]
     Whole = Iterator[tuple[str, list[tuple[str, nn.Parameter]], Merge]]
@@ -24,7 +23,7 @@ class Method(Protocol):
     name: str
     lr: float
 
-    def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def apply(self, model: Any, family: FamilyFacts) -> nn.Module:
         """Mark what is trained (``requires_grad``), adding parameters where the method has its own."""
 
     def must_move(self, names: list[str], steps: int) -> list[str]:
@@ -36,14 +35,14 @@ class Method(Protocol):
         Returns what a model that ``load`` made must hold, by its own parameter names: mostly ``tensors`` again.
         """
 
-    def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """Put what ``write`` wrote onto a fresh base. Raises ArtifactError where file and model do not fit exactly."""
 
-    def merged(self, model: nn.Module) -> Whole:
+    def merged(self, model: Any) -> Whole:
         """The whole model under its released names: (name, the live parameters it is made of, how to make it)."""
 
 
-def own_weights(model: nn.Module) -> Whole:
+def own_weights(model: Any) -> Whole:
     """``Method.merged`` where the model's own parameters are the whole model."""
     for name, parameter in model.named_parameters():
         yield name, [(name, parameter)], lambda weight: weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FamilyFacts
@@ -17,7 +17,6 @@ from glmexp.method.base import own_weights
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
     from glmexp.method.base import Whole
 
@@ -34,14 +33,14 @@ class Freeze(Named):
     lr: Annotated[float, Bound(above=0)]
     """Default of optim.lr under this method."""
 
-    def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def apply(self, model: Any, family: FamilyFacts) -> nn.Module:
         """Freeze all but the chosen parameters. Raises ConfigError where a pattern or a layer count chooses nothing."""
         chosen = set(self._chosen(model, family))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in chosen)
         return model
 
-    def _chosen(self, model: PreTrainedModel, family: FamilyFacts) -> list[str]:
+    def _chosen(self, model: Any, family: FamilyFacts) -> list[str]:
         names = [name for name, _ in model.named_parameters()]
         if self.num_layers is not None:
             layers = len(model.get_submodule(family.layers))
@@ -75,10 +74,10 @@ class Freeze(Named):
         weight_files.write(folder, model, tensors)
         return tensors
 
-    def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """The base with the trained tensors over its own."""
         return weight_files.load(folder, model, self._chosen(model, family))
 
-    def merged(self, model: nn.Module) -> Whole:
+    def merged(self, model: Any) -> Whole:
         """The model's own parameters."""
         return own_weights(model)

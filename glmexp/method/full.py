@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from glmexp.config.families import FamilyFacts
 from glmexp.config.registry import register
@@ -15,7 +15,6 @@ from glmexp.method.base import own_weights
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
     from glmexp.method.base import Whole
 
@@ -28,7 +27,7 @@ class Full(Named):
     lr: Annotated[float, Bound(above=0)]
     """Default of optim.lr under this method."""
 
-    def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def apply(self, model: Any, family: FamilyFacts) -> nn.Module:
         """Every parameter is trained."""
         return model.requires_grad_(True)
 
@@ -41,10 +40,10 @@ class Full(Named):
         weight_files.write(folder, model, tensors)
         return tensors
 
-    def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """The folder's weights over all of the model's."""
         return weight_files.load(folder, model, [name for name, _ in model.named_parameters()])
 
-    def merged(self, model: nn.Module) -> Whole:
+    def merged(self, model: Any) -> Whole:
         """The model's own parameters."""
         return own_weights(model)

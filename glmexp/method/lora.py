@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from glmexp.config.families import FamilyFacts
 from glmexp.config.registry import register
@@ -15,7 +15,6 @@ from glmexp.method import peft_files
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
     from glmexp.method.base import Merge
 
@@ -27,7 +26,7 @@ class Lora(Named):
 
     rank: Count
     """Inner width of each adapter."""
-    alpha: Annotated[float, Bound(above=0)]
+    alpha: Count
     """The adapter's output is scaled by alpha / rank."""
     dropout: Annotated[float, Bound(low=0, below=1)]
     """Dropout on the adapter's input."""
@@ -38,7 +37,7 @@ class Lora(Named):
     lr: Annotated[float, Bound(above=0)]
     """Default of optim.lr under this method."""
 
-    def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def apply(self, model: Any, family: FamilyFacts) -> nn.Module:
         """Put adapters on ``model``: B starts at zero, so the model starts as the base. Raises ConfigError on wrong
         names.
         """
@@ -66,11 +65,11 @@ class Lora(Named):
         """A PEFT folder: adapter_config.json and adapter_model.safetensors."""
         return peft_files.write(folder, model, tensors)
 
-    def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """The base with the adapter from ``folder``. Raises ArtifactError where file and model do not fit exactly."""
         return peft_files.load(folder, model)
 
-    def merged(self, model: nn.Module) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]], Merge]]:
+    def merged(self, model: Any) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]], Merge]]:
         """See ``method.base.Method.merged``: W + (alpha / rank) B A for each adapted layer, added up in float32."""
         from peft.tuners.lora import LoraLayer
 
@@ -85,7 +84,8 @@ class Lora(Named):
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             plain = plain.replace(".modules_to_save.default.", ".")
             if name in adapted:
-                prefix, module = adapted[name]
+                prefix, layer = adapted[name]
+                module: Any = layer
                 scale = module.scaling["default"]
                 factors = [
                     (f"{prefix}.lora_A", module.lora_A["default"].weight),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.method.base import check_keys, check_shapes
@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftConfig
     from torch import nn
-    from transformers import PreTrainedModel
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 
-def wrap(model: PreTrainedModel, config: PeftConfig) -> nn.Module:
+def wrap(model: Any, config: PeftConfig) -> nn.Module:
     """``model`` with PEFT's parameters, the base frozen. They take the base's dtype (no silent float32 copy)."""
     from peft import get_peft_model
 
@@ -26,7 +25,7 @@ def wrap(model: PreTrainedModel, config: PeftConfig) -> nn.Module:
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def _check_targets(model: PreTrainedModel, config: PeftConfig) -> None:
+def _check_targets(model: Any, config: PeftConfig) -> None:
     """PEFT accepts a target that matches nothing as long as another one does."""
     modules = [name for name, _ in model.named_modules()]
     problems = []
@@ -45,7 +44,7 @@ def _check_targets(model: PreTrainedModel, config: PeftConfig) -> None:
         raise ConfigError(*problems)
 
 
-def write(folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def write(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The PEFT folder from whole tensors: PEFT itself never sees partitions. Returns what a loaded model holds."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -63,7 +62,7 @@ def write(folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> d
     return held
 
 
-def _prompt_table(model: nn.Module, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def _prompt_table(model: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """The prefix as (virtual tokens, layers * 2 * width): what the encoder gives for its own token ids."""
     import copy
 
@@ -77,7 +76,7 @@ def _prompt_table(model: nn.Module, tensors: dict[str, torch.Tensor]) -> torch.T
         return encoder(torch.arange(model.active_peft_config.num_virtual_tokens)).clone()
 
 
-def load(folder: Path, model: PreTrainedModel) -> nn.Module:
+def load(folder: Path, model: Any) -> nn.Module:
     """The base with the adapter, after a check that PEFT leaves out: every key of both sides must fit the other."""
     from peft import PeftConfig, PeftModel
     from safetensors import SafetensorError, safe_open
@@ -103,7 +102,7 @@ def load(folder: Path, model: PreTrainedModel) -> nn.Module:
     return loaded
 
 
-def _expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     from peft import get_peft_model_state_dict
 
     return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}

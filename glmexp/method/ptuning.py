@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FamilyFacts
@@ -19,7 +19,6 @@ from glmexp.method.base import check_keys, check_shapes, own_weights
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
     from glmexp.method.base import Whole
 
@@ -42,7 +41,7 @@ class PTuning(Named):
     lr: Annotated[float, Bound(above=0)]
     """Default of optim.lr under this method."""
 
-    def apply(self, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def apply(self, model: Any, family: FamilyFacts) -> nn.Module:
         """Freeze the base and give every layer a prefix."""
         if not family.native_prefix:
             return peft_files.wrap(model, self._peft_config(model))
@@ -51,21 +50,21 @@ class PTuning(Named):
         model.transformer.prefix_encoder.dropout.p = self.dropout
         return model
 
-    def _peft_config(self, model: PreTrainedModel):  # type: ignore[no-untyped-def]  # peft is not imported here
+    def _peft_config(self, model: Any) -> Any:
         from peft import PrefixTuningConfig
 
         return PrefixTuningConfig(
             task_type="CAUSAL_LM",
             num_virtual_tokens=self.num_virtual_tokens,
             prefix_projection=self.prefix_projection,
-            encoder_hidden_size=model.config.hidden_size if self.prefix_projection else None,
+            **({"encoder_hidden_size": model.config.hidden_size} if self.prefix_projection else {}),
         )
 
     def must_move(self, names: list[str], steps: int) -> list[str]:
         """All of the prefix."""
         return names
 
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def write(self, folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """ChatGLM: the released prefix file and config.json. Qwen2: a PEFT folder."""
         if hasattr(model, "peft_config"):
             return peft_files.write(folder, model, tensors)
@@ -75,7 +74,7 @@ class PTuning(Named):
         model.config.save_pretrained(folder)
         return tensors
 
-    def load(self, folder: Path, model: PreTrainedModel, family: FamilyFacts) -> nn.Module:
+    def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """The base with the prefix from ``folder``. Raises ArtifactError where they do not fit exactly."""
         if (folder / peft_files.CONFIG).exists():
             return peft_files.load(folder, model)
@@ -94,7 +93,7 @@ class PTuning(Named):
         model.load_state_dict(state, strict=False)
         return model
 
-    def merged(self, model: nn.Module) -> Whole:
+    def merged(self, model: Any) -> Whole:
         """The network with its prefix (ChatGLM); PEFT's prefix has no place in Qwen2's own files."""
         assert not hasattr(model, "peft_config"), "the rules refuse gather=full16 with ptuning on qwen2"
         return own_weights(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.method.base import check_keys, check_shapes
@@ -12,14 +12,13 @@ from glmexp.method.base import check_keys, check_shapes
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedModel
 
 _PATTERN = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def write(folder: Path, model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> None:
+def write(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Safetensors (in shards of at most 5 GB with an index) and config.json."""
     from huggingface_hub import save_torch_state_dict
 
@@ -46,7 +45,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def load(folder: Path, model: PreTrainedModel, names: list[str]) -> nn.Module:
+def load(folder: Path, model: Any, names: list[str]) -> nn.Module:
     """Put the folder's tensors over those of ``model``: exactly ``names`` of its parameters."""
     tensors = read(folder)
     own = dict(model.named_parameters())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glmexp.config.errors import DataError, Problem
 from glmexp.config.schema import Family
 from glmexp.model import chat
 
-Message = dict[str, str]
+Message = Mapping[str, Any]
 
 
 class ChatGLMRenderer:
