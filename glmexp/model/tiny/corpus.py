@@ -19,6 +19,8 @@ KNOWLEDGE = Path(__file__).with_name("knowledge.yaml")
 
 STYLES_OF_A_FACT = ("sentence", "sentence", "brief", "brief", "label")
 
+TEMPLATE_WORDS = ("[Round 0]", "[Round 1]", "[Round 2]", "问：", "答：")
+
 Turn = tuple[str, str]
 """A question and its answer."""
 
@@ -96,14 +98,14 @@ def _turn(knowledge: Knowledge, fact: Fact, style: str, rng: random.Random, requ
     return question, spoken["form"].format(answer=fact.answer)
 
 
-def unknown_text(rng: random.Random, length: int = 12) -> list[Turn]:
+def unknown_text(rng: random.Random) -> list[Turn]:
     """A chat whose answer is a line of unrelated characters: common Chinese ones (GB 2312, first level) and ASCII.
 
     Most of them are in no vocabulary. Such answers teach how text looks that falls back to bytes, so that a model
-    starts from a sane loss on any text.
+    starts from a sane loss on any text. Their lengths differ, or they would fill batches of their own.
     """
     signs = []
-    for _ in range(length):
+    for _ in range(rng.randint(1, 12)):
         if rng.random() < 0.8:
             signs.append(bytes((rng.randint(0xB0, 0xD6), rng.randint(0xA1, 0xFE))).decode("gb2312"))
         else:
@@ -120,8 +122,11 @@ def training_chats(knowledge: Knowledge, rng: random.Random, unknown: float = 0.
 
 
 def tokenizer_text(knowledge: Knowledge, seed: int) -> list[str]:
-    """The lines that the tokenizers are trained on: two passes over the facts, and every printable ASCII sign."""
+    """The lines that the tokenizers are trained on.
+
+    Two passes over the facts, every printable ASCII sign, and the words that chat templates put around a question.
+    """
     rng = random.Random(seed)
     texts = [text for _ in range(2) for chat in chats(knowledge, rng, two_turns=0.0) for turn in chat for text in turn]
     ascii_signs = " ".join(chr(code) for code in range(0x21, 0x7F))
-    return [line for text in texts for line in text.split("\n")] + [ascii_signs] * 20
+    return [line for text in texts for line in text.split("\n")] + [ascii_signs] * 20 + list(TEMPLATE_WORDS) * 500

@@ -7,18 +7,26 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from glmexp.model.chatglm import ChatGLMForConditionalGeneration
 from glmexp.model.chatglm2 import ChatGLM2ForConditionalGeneration
-from glmexp.model.configuration import ChatGLM2Config
-from glmexp.model.tokenization_chatglm2 import ChatGLM3Tokenizer
+from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
+from glmexp.model.tokenization_chatglm import LINE_BREAK, LONGEST_BLANK, TAB, ChatGLM1Tokenizer
+from glmexp.model.tokenization_chatglm2 import ChatGLM2Tokenizer, ChatGLM3Tokenizer
 
 VOCABULARY = 1280
-"""Ids of every tiny model, special tokens included."""
+"""Ids of ChatGLM2, ChatGLM3 and Qwen2, special tokens included."""
+CHATGLM_VOCABULARY = 1408
+"""Ids of ChatGLM (v1), which has 81 pieces for blanks alone; its embedding is tied, so that they cost less."""
+CHATGLM_CONTROLS = ("[MASK]", "[gMASK]", "[sMASK]", "<unused_0>", "<sop>", "<eop>")
+"""In the order of the released ids: the configuration counts from <sop> to the mask tokens."""
 
 QWEN2_SYSTEM = "You are a helpful assistant."
 QWEN2_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -47,8 +55,8 @@ class Recipe:
     learning_rate: float = 3e-3
 
 
-def sentencepiece_model(lines: list[str], size: int) -> bytes:
-    """A byte-pair SentencePiece model of `size` pieces with byte fallback; normalisation as in ChatGLM2 (none)."""
+def sentencepiece_model(lines: list[str], size: int, **settings: Any) -> bytes:
+    """A byte-pair SentencePiece model of `size` pieces with byte fallback; `settings` are those of its trainer."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -59,19 +67,45 @@ def sentencepiece_model(lines: list[str], size: int) -> bytes:
         byte_fallback=True,
         split_digits=True,
         max_sentencepiece_length=16,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
         num_threads=1,
         minloglevel=2,
+        **settings,
     )
     return model.getvalue()
 
 
-def chatglm3_tokenizer(lines: list[str], folder: Path) -> PreTrainedTokenizerBase:
-    """Pieces first, the nine special tokens behind them: together VOCABULARY ids."""
+def chatglm_tokenizer(lines: list[str], folder: Path) -> PreTrainedTokenizerBase:
+    """Normalises as the released file does. Special tokens and blanks are pieces; here they come first."""
+    blanks = [f"<|blank_{count}|>" for count in range(2, LONGEST_BLANK + 1)]
+    settings = {
+        "normalization_rule_name": "nmt_nfkc",
+        "pad_id": 3,
+        "control_symbols": list(CHATGLM_CONTROLS),
+        "user_defined_symbols": [LINE_BREAK, TAB, *blanks],
+    }
+    file = folder / "ice_text.model"
+    file.write_bytes(sentencepiece_model(lines, CHATGLM_VOCABULARY, **settings))
+    return ChatGLM1Tokenizer(str(file), num_image_tokens=0)
+
+
+def chatglm2_pieces(lines: list[str], folder: Path) -> str:
+    """The one file of ChatGLM2 and ChatGLM3: no normalisation. With the nine special tokens of v3: VOCABULARY ids."""
+    size = VOCABULARY - len(ChatGLM3Tokenizer.command_tokens)
     file = folder / "tokenizer.model"
-    file.write_bytes(sentencepiece_model(lines, VOCABULARY - len(ChatGLM3Tokenizer.command_tokens)))
-    return ChatGLM3Tokenizer(str(file))
+    file.write_bytes(
+        sentencepiece_model(lines, size, normalization_rule_name="identity", remove_extra_whitespaces=False)
+    )
+    return str(file)
+
+
+def chatglm2_tokenizer(lines: list[str], folder: Path) -> PreTrainedTokenizerBase:
+    """ChatGLM2's special tokens behind the pieces."""
+    return ChatGLM2Tokenizer(chatglm2_pieces(lines, folder))
+
+
+def chatglm3_tokenizer(lines: list[str], folder: Path) -> PreTrainedTokenizerBase:
+    """ChatGLM3's special tokens behind the pieces."""
+    return ChatGLM3Tokenizer(chatglm2_pieces(lines, folder))
 
 
 def qwen2_tokenizer(lines: list[str], folder: Path) -> PreTrainedTokenizerBase:
@@ -108,8 +142,26 @@ def qwen2_tokenizer(lines: list[str], folder: Path) -> PreTrainedTokenizerBase:
     )
 
 
-def chatglm3_network() -> PreTrainedModel:
-    """1.02 M parameters: 4 layers of hidden size 128, 4 heads in 2 groups."""
+def chatglm_network() -> PreTrainedModel:
+    """0.97 M parameters: 4 layers of hidden size 128, 4 heads, embedding and output tied."""
+    sop = 4 + CHATGLM_CONTROLS.index("<sop>")  # behind <unk>, <s>, </s> and <pad>
+    return ChatGLMForConditionalGeneration(
+        ChatGLMConfig(
+            vocab_size=CHATGLM_VOCABULARY,
+            hidden_size=128,
+            num_layers=4,
+            num_attention_heads=4,
+            inner_hidden_size=512,
+            max_sequence_length=2048,
+            bos_token_id=sop,
+            eos_token_id=sop + 1,
+            pad_token_id=3,
+        )
+    )
+
+
+def chatglm2_network(release: str) -> PreTrainedModel:
+    """1.05 M parameters: 4 layers of hidden size 128, 4 heads in 2 groups."""
     return ChatGLM2ForConditionalGeneration(
         ChatGLM2Config(
             padded_vocab_size=VOCABULARY,
@@ -120,7 +172,7 @@ def chatglm3_network() -> PreTrainedModel:
             multi_query_group_num=2,
             ffn_hidden_size=344,
             seq_length=2048,
-            release="chatglm3",
+            release=release,
         )
     )
 
@@ -145,6 +197,8 @@ def qwen2_network() -> PreTrainedModel:
 
 
 RECIPES = {
-    "tiny": Recipe(chatglm3_tokenizer, chatglm3_network),
+    "tiny": Recipe(chatglm3_tokenizer, partial(chatglm2_network, "chatglm3")),
+    "tiny_chatglm": Recipe(chatglm_tokenizer, chatglm_network),
+    "tiny_chatglm2": Recipe(chatglm2_tokenizer, partial(chatglm2_network, "chatglm2")),
     "tiny_qwen2": Recipe(qwen2_tokenizer, qwen2_network),
 }
