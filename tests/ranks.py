@@ -48,9 +48,9 @@ def _collect(results: Any, workers: list, ranks: int, deadline: float) -> list:
                 deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it; give them a moment
             else:
                 values[rank] = pickle.loads(value)
-        elif errors and time.monotonic() > deadline - 1:
-            break
-        elif not any(worker.is_alive() for worker in workers) and results.empty():
+        elif (errors and time.monotonic() > deadline - 1) or (
+            not any(worker.is_alive() for worker in workers) and results.empty()
+        ):
             break
         else:
             time.sleep(0.02)

@@ -1,0 +1,191 @@
+"""The composed run, end to end, as the README has it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli import SHORT, glmexp, metrics, runs, status
+
+LAMPS = [
+    {"prompt": f"第{n}号灯是什么颜色？", "response": f"第{n}号灯是{c}色。"} for n, c in enumerate("红橙黄绿青蓝紫白")
+]
+
+
+def _write(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
+    """Base below 10 % exact match on held-out prompts, tuned at least 90 %; one wandb run; the proof passed."""
+    done = glmexp(folder=tmp_path, timeout_s=280)
+    assert done.returncode == 0, done.stderr
+    (run,) = runs(tmp_path)
+    matches = [line["eval/generate/exact_match"] for line in metrics(run) if "eval/generate/exact_match" in line]
+    assert matches[0] < 0.10
+    assert matches[-1] >= 0.90
+    assert json.loads((run / "proof.json").read_text())["passed"] is True
+    assert status(run)["state"] == "finished"
+    assert len(list((run / "wandb").glob("offline-run-*"))) == 1
+    for word in ("of them trained", "ranks", "batch", "steps", "base against tuned", "wandb leet run", "next:"):
+        assert word in done.stdout, word
+    assert done.stderr == "", "no library warns on the terminal"
+
+
+def test_one_seed_gives_bit_equal_losses(tmp_path: Path) -> None:
+    losses = []
+    for name in ("one", "two"):
+        words = ("train.max_steps=6", "eval=none", "tracker=none", f"run.dir={tmp_path}/{name}")
+        assert glmexp(*words, folder=tmp_path).returncode == 0
+        losses.append([line["train/loss"] for line in metrics(tmp_path / name)])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+
+
+def test_hooks_do_not_change_the_training_curve(tmp_path: Path) -> None:
+    """Dropout draws random numbers; an evaluation between two steps must not change which."""
+    curves = []
+    for name, hooks in (("without", "eval=none"), ("with", "eval=[loss,generate]")):
+        more = (
+            ()
+            if hooks == "eval=none"
+            else ("eval.loss.every=1", "eval.generate.every=2", "eval.generate.max_prompts=3")
+        )
+        words = ("train.max_steps=4", "tracker=none", "method.dropout=0.1", f"run.dir={tmp_path}/{name}", hooks, *more)
+        done = glmexp(*words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        curves.append([line["train/loss"] for line in metrics(tmp_path / name) if "train/loss" in line])
+    assert curves[0] == curves[1]
+
+
+def test_an_artifact_acts_in_another_process_and_a_renamed_one_is_refused(tmp_path: Path) -> None:
+    rows = _write(tmp_path / "one.jsonl", LAMPS[:1])
+    words = (*SHORT, "train.max_steps=60", "optim.lr=5e-3", "train.micro_batch_size=1", "eval=[loss]")
+    trained = glmexp(
+        *words, f"data.train_file={rows}", f"data.eval_file={rows}", f"run.dir={tmp_path}/a", folder=tmp_path
+    )
+    assert trained.returncode == 0, trained.stderr
+    before, *_, after = [line["eval/loss/loss"] for line in metrics(tmp_path / "a") if "eval/loss/loss" in line]
+    evaluate = ("entry=evaluate", "tracker=none", "eval=[loss]", f"data.eval_file={rows}")
+    again = glmexp(*evaluate, "artifact.path=a/artifact", f"run.dir={tmp_path}/e", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    (found,) = [line["eval/loss/loss"] for line in metrics(tmp_path / "e")]
+    assert found == pytest.approx(after, abs=1e-4)
+    assert found < before / 2
+
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    file = tmp_path / "b" / "artifact" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({n.replace("base_model.model.", "base_model.model.module."): t for n, t in tensors.items()}, file)
+    refused = glmexp(*evaluate, "artifact.path=b/artifact", folder=tmp_path)
+    assert refused.returncode == 2
+    assert f"{len(tensors)} of its {len(tensors)} keys fit nothing in the model" in refused.stderr
+    assert f"{len(tensors)} of the model's {len(tensors)} would stay at their start values" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("micro_and_accum", [(3, 2), (2, 3), (1, 6)])
+def test_accumulation_is_the_same_step(micro_and_accum: tuple[int, int], tmp_path: Path) -> None:
+    """Six rows of very different lengths: loss 1e-5, gradient norm 1e-4 relative, weights 1e-5 against 6 x 1."""
+    answers = [{"prompt": f"题{2**n}", "response": "答" * 2**n} for n in range(6)]
+    rows = _write(tmp_path / "six.jsonl", answers)
+    found = []
+    for micro, accum in ((6, 1), micro_and_accum):
+        sizes = (f"train.micro_batch_size={micro}", f"train.grad_accum={accum}", "train.max_steps=1", "optim.lr=1e-3")
+        words = (*SHORT, "method=full", "data.shuffle=false", f"data.train_file={rows}", *sizes)
+        done = glmexp(*words, f"run.dir={tmp_path}/{micro}", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append(
+            (metrics(tmp_path / str(micro))[0], load_file(tmp_path / str(micro) / "artifact/model.safetensors"))
+        )
+    (one, weights), (other, other_weights) = found
+    assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
+    assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
+    # Adam's first step is the sign of the gradient times the rate: an entry whose gradient is all rounding may turn.
+    turned = sum(int(((weights[n] - other_weights[n]).abs() > 1e-5).sum()) for n in weights)
+    assert turned <= 1e-4 * sum(tensor.numel() for tensor in weights.values())
+
+
+def test_checkpointing_trains_the_same_adapter(tmp_path: Path) -> None:
+    curves = {}
+    for checkpointing in ("true", "false"):
+        words = (*SHORT, f"train.gradient_checkpointing={checkpointing}", f"run.dir={tmp_path}/{checkpointing}")
+        done = glmexp(*words, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        curves[checkpointing] = [line["train/loss"] for line in metrics(tmp_path / checkpointing)]
+        adapter = load_file(tmp_path / checkpointing / "artifact" / "adapter_model.safetensors")
+        assert all(float(tensor.norm()) > 0 for name, tensor in adapter.items() if "lora_B" in name)
+    assert curves["true"] == pytest.approx(curves["false"], abs=1e-5)
+
+
+def test_resume_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_path: Path) -> None:
+    data = f"data.train_file={_write(tmp_path / 'lamps.jsonl', LAMPS)}"
+    common = (
+        "eval=none",
+        "precision=fp32",
+        data,
+        "train.micro_batch_size=1",
+        "train.save_steps=5",
+        "optim.schedule=constant",
+    )
+    first = glmexp(*common, "train.max_steps=8", f"run.dir={tmp_path}/a", folder=tmp_path)
+    assert first.returncode == 0, first.stderr
+    tracker_id = json.loads((tmp_path / "a" / "tracker.json").read_text())["id"]
+    second = glmexp(*common, "train.max_steps=12", f"train.resume={tmp_path}/a", folder=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 13))
+    assert json.loads((tmp_path / "a" / "tracker.json").read_text())["id"] == tracker_id
+    straight = glmexp(*common, "train.max_steps=12", "tracker=none", f"run.dir={tmp_path}/b", folder=tmp_path)
+    assert straight.returncode == 0, straight.stderr
+    resumed, whole = ([line["train/loss"] for line in metrics(tmp_path / name)] for name in ("a", "b"))
+    assert resumed == whole
+
+
+def test_a_sweep_runs_every_trial_and_says_which_failed(tmp_path: Path) -> None:
+    """Two of four blow up; the others finish, each in a folder of its own, and the exit code says so."""
+    words = ("-m", *SHORT, "method.rank=2,4", "optim.lr=1e30,1e-3", "optim.max_grad_norm=null", "train.max_steps=4")
+    done = glmexp(*words, folder=tmp_path, timeout_s=240)
+    assert done.returncode == 1
+    states = {run.name: status(run)["state"] for run in runs(tmp_path)}
+    assert len(states) == 4
+    assert {name: state for name, state in states.items() if "1e-3" in name or "0.001" in name} == {
+        name: "finished" for name in states if "1e-3" in name or "0.001" in name
+    }
+    assert sorted(states.values()) == ["failed", "failed", "finished", "finished"]
+    assert "2 of 4 trials finished" in done.stdout
+
+
+def test_uneven_rows_take_the_same_number_of_steps_on_each_rank(tmp_path: Path) -> None:
+    """5 rows, 2 ranks, batches of 2: nothing hangs, nothing is counted twice; eval equals that of one rank to 1e-4."""
+    rows = _write(tmp_path / "five.jsonl", [{"prompt": "写" * n, "response": "好" * n} for n in (1, 3, 9, 20, 40)])
+    sizes = ("train.micro_batch_size=2", "train.grad_accum=1", "train.epochs=2", "train.max_steps=null")
+    words = (*SHORT, *sizes, f"data.train_file={rows}", f"data.eval_file={rows}", "eval=[loss]")
+    evals = {}
+    for ranks in (1, 2):
+        done = glmexp(*words, f"launcher.nproc={ranks}", f"run.dir={tmp_path}/{ranks}", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        evals[ranks] = next(line["eval/loss/loss"] for line in metrics(tmp_path / str(ranks)))
+    assert "5 rows, 2 steps an epoch; the last step of an epoch has 1 of 4 rows" in done.stdout
+    assert [line["step"] for line in metrics(tmp_path / "2") if "train/loss" in line] == [1, 2, 3, 4]
+    assert evals[2] == pytest.approx(evals[1], abs=1e-4)
+
+
+def test_a_full_artifact_is_a_checkpoint_that_others_load(tmp_path: Path) -> None:
+    done = glmexp(*SHORT, "gather=full16", f"run.dir={tmp_path}/a", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    importlib.import_module("glmexp.model")  # registers the classes
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "artifact")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a" / "artifact")
+    assert model.dtype == torch.bfloat16
+    ids = torch.tensor([tokenizer.encode("你好")])
+    assert model(input_ids=ids).logits.isfinite().all()
