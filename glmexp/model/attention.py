@@ -12,14 +12,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from glmexp.config.errors import ConfigError, Problem
 
 
-def attention_function(kind: str | None, offered: tuple[str, ...], network: str) -> Callable[..., Any]:
-    """The function for ``attn_implementation``; ConfigError when the network does not offer that kind."""
-    kind = kind or "eager"
-    if kind not in offered:
+def check_kind(kind: str | None, offered: tuple[str, ...], network: str) -> None:
+    """ConfigError when ``attn_implementation`` names a kind that the network does not offer (None: the default)."""
+    if kind is not None and kind not in offered:
         raise ConfigError(
-            Problem("attn_implementation", f"{kind!r} does not apply to {network}", f"one of {', '.join(offered)}")
+            Problem(
+                "attn_implementation", f"{kind!r} does not apply to {network}", f"choose one of {', '.join(offered)}"
+            )
         )
-    return ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention)
+
+
+def attention_function(kind: str | None) -> Callable[..., Any]:
+    """The function of a kind: transformers' own or registered one, ``eager_attention`` for eager."""
+    return ALL_ATTENTION_FUNCTIONS.get_interface(kind or "eager", eager_attention)
 
 
 def eager_attention(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from glmexp.model.attention import check_kind
 from glmexp.model.head import causal_loss, keep_positions
 from glmexp.model.prefix import PrefixMixin
 
@@ -18,6 +19,7 @@ class ChatGLMPreTrainedModel(PrefixMixin, PreTrainedModel):
     names GenerationMixin itself: transformers looks at the direct bases only."""
 
     transformer: Any
+    attention_kinds: ClassVar[tuple[str, ...]]
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -27,6 +29,16 @@ class ChatGLMPreTrainedModel(PrefixMixin, PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # Released files carry inverse frequencies; they follow from the configuration.
     _keys_to_ignore_on_load_unexpected = [r"rotary\w*\.inv_freq$"]  # noqa: RUF012
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """transformers guesses it from the module's source, and does not see that ours go through the interface."""
+        return True
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> str:
+        """transformers asks here at construction and at ``set_attn_implementation``. ConfigError for another kind."""
+        check_kind(attn_implementation, self.attention_kinds, type(self).__name__)
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def forward(
         self,

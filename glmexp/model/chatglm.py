@@ -18,9 +18,6 @@ from glmexp.model.positions import check_rows, derive_positions, prefix_lm_mask
 from glmexp.model.prefix import PrefixEncoder, join_prefix, prefix_states
 from glmexp.model.rope import inverse_frequencies, rotate_halves, rotation_table
 
-# The mask is bidirectional over the context: kinds that can only be causal do not apply.
-ATTENTION_KINDS = ("eager", "sdpa")
-
 # DeepNorm's sqrt(2 * layers); the released code never hands its number of layers down, so it is that of 28 layers.
 ALPHA = math.sqrt(2 * 28)
 
@@ -63,7 +60,7 @@ class SelfAttention(nn.Module):
         query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = attention_function(self.config._attn_implementation, ATTENTION_KINDS, "ChatGLM-6B")
+        attend = attention_function(self.config._attn_implementation)
         context, _ = attend(
             self,
             query,
@@ -202,6 +199,8 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
 
     config: ChatGLMConfig
     config_class = ChatGLMConfig
+    # The mask is bidirectional over the context: kinds that can only be causal do not apply.
+    attention_kinds = ("eager", "sdpa")
     _tied_weights_keys = {  # noqa: RUF012
         "lm_head.weight": "transformer.word_embeddings.weight"
     }
@@ -238,8 +237,10 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Add the positions of all ids so far; the base class cuts them to the new tokens."""
-        if position_ids is None:
+        """Add the positions of all ids so far; the base class cuts them to the new tokens. One row of positions is what
+        transformers counts by itself, and says nothing to a network that has two."""
+        one_row = position_ids is not None and position_ids.ndim == 2
+        if position_ids is None or (one_row and self.config.position_encoding_2d):
             position_ids = derive_positions(input_ids, attention_mask, self.config)
         return super().prepare_inputs_for_generation(  # type: ignore[misc]
             input_ids,  # type: ignore[arg-type]

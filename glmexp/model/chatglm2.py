@@ -16,8 +16,6 @@ from glmexp.model.configuration import ChatGLM2Config
 from glmexp.model.prefix import PrefixEncoder, join_prefix, prefix_states
 from glmexp.model.rope import ROPE_BASE, inverse_frequencies, rotate_interleaved, rotation_table
 
-ATTENTION_KINDS = ("eager", "sdpa")
-
 
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang and Sennrich 2019): float32 inside, the product with the weight before the cast."""
@@ -87,7 +85,7 @@ class SelfAttention(nn.Module):
         query, key = rotate_interleaved(query, *rotation), rotate_interleaved(key, *rotation)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = attention_function(self.config._attn_implementation, ATTENTION_KINDS, "ChatGLM2/3")
+        attend = attention_function(self.config._attn_implementation)
         context, _ = attend(
             self,
             query,
@@ -270,6 +268,7 @@ class ChatGLM2ForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
 
     config: ChatGLM2Config
     config_class = ChatGLM2Config
+    attention_kinds = ("eager", "sdpa")
     _tied_weights_keys = {  # noqa: RUF012
         "transformer.output_layer.weight": "transformer.embedding.word_embeddings.weight"
     }

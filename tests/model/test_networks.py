@@ -110,13 +110,15 @@ def test_quantized_weights_are_refused() -> None:
 
 
 @release_names
-def test_an_attention_kind_that_does_not_apply_is_refused(release: str) -> None:
+@pytest.mark.parametrize("kind", ["flash_attention_2", "flex_attention", "paged|eager", "nonsense"])
+def test_an_attention_kind_that_does_not_apply_is_refused(release: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=r"does not apply to ChatGLM.*\n.*choose one of eager, sdpa"):
+        small_network(release, attention=kind)
     model = small_network(release)
-    model.config._attn_implementation = "paged|eager"
-    with pytest.raises(ConfigError, match="one of eager, sdpa"):
-        model(**small_batch(release))
-    with pytest.raises(ValueError):
-        small_network(release, attention="flash_attention_2")
+    with pytest.raises(ConfigError, match="choose one of eager, sdpa"):
+        model.set_attn_implementation(kind)
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
 
 
 @release_names
