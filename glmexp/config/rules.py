@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from glmexp.config import data_rules
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.load import UnusableValueError
@@ -15,7 +16,6 @@ from glmexp.config.schema import RunConfig
 MICRO_BATCH_SIZE = 8
 """Where neither train.micro_batch_size nor train.batch_size is given."""
 GRAD_ACCUM = 1
-BUILTIN = "builtin:"
 ZERO_STAGES: dict[str, tuple[int, ...]] = {
     "reduce_bucket_size": (1, 2, 3),
     "allgather_bucket_size": (1, 2),
@@ -72,8 +72,12 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
         config,
         train=dataclasses.replace(train, resume=_whole(train.resume)),
         data=dataclasses.replace(
-            config.data, train_file=_whole(config.data.train_file), eval_file=_whole(config.data.eval_file)
+            config.data,
+            train_file=_whole(config.data.train_file),
+            eval_file=_whole(config.data.eval_file),
+            cache_dir=_whole(config.data.cache_dir),
         ),
+        inspect=dataclasses.replace(config.inspect, html=_whole(config.inspect.html)),
         artifact=dataclasses.replace(config.artifact, path=_whole(config.artifact.path)),
         model=dataclasses.replace(config.model, path=_whole_if_there(config.model.path)),
         deepspeed=dataclasses.replace(config.deepspeed, config_file=_whole(config.deepspeed.config_file)),
@@ -82,7 +86,9 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
 
 def _whole(path: str | None) -> str | None:
     """Absolute, so that a run can be started again from any folder."""
-    return path if path is None or path.startswith(BUILTIN) else str(Path(path).expanduser().absolute())
+    if path is None or path.startswith((data_rules.BUILTIN, data_rules.HUB)):
+        return path
+    return str(Path(path).expanduser().absolute())
 
 
 def _whole_if_there(path: str | None) -> str | None:
@@ -280,10 +286,14 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _optimizer(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    optim, train = config.optim, config.train
+def _betas(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    optim = config.optim
     if len(optim.betas) != 2:
         yield Problem("optim.betas", f"{optim.betas} is not two numbers", "optim.betas=[0.9,0.999]")
+
+
+def _warmup(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    optim, train = config.optim, config.train
     if optim.warmup_steps is not None and optim.warmup_ratio is not None:
         yield Problem(
             "optim.warmup_steps",
@@ -316,25 +326,6 @@ def _launcher(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             f"{launcher.nproc} ranks on {facts.gpus} GPU{'s' if facts.gpus > 1 else ''}: each rank needs its own",
             f"launcher.nproc={facts.gpus}, or CUDA_VISIBLE_DEVICES= for a run on the CPU",
         )
-
-
-def _data(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    data, entry = config.data, config.entry.name
-    if data.holdout is not None and data.eval_file is not None:
-        yield Problem(
-            "data.holdout",
-            f"{data.holdout} rows and eval_file={data.eval_file} both say what is held out",
-            "give one of them; the other one null",
-        )
-    if entry == "train" and data.train_file is None:
-        yield Problem("data.train_file", "is null, and entry=train needs rows", "data.train_file=FILE")
-    if entry == "evaluate" and data.eval_file is None and data.holdout is None:
-        yield Problem("data.eval_file", "is null, and entry=evaluate needs held-out rows", "data.eval_file=FILE")
-    needed = {"train": ("train_file", "eval_file"), "evaluate": ("eval_file",)}.get(entry, ())
-    for name in needed:
-        path = getattr(data, name)
-        if path is not None and not path.startswith(BUILTIN) and not Path(path).expanduser().exists():
-            yield Problem(f"data.{name}", f"{path} is not there", "check the path; it is relative to this folder")
 
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -389,10 +380,12 @@ RULES: tuple[Rule, ...] = (
     _offload,
     _zero,
     _method,
-    _optimizer,
+    _betas,
+    _warmup,
     _length,
     _launcher,
-    _data,
+    data_rules.files,
+    data_rules.without_effect,
     _model,
     _run,
     _entry,

@@ -1,0 +1,93 @@
+"""Rules about the data section and entry=inspect (see ``rules``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glmexp.config.errors import Problem
+from glmexp.config.families import FAMILIES
+from glmexp.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from glmexp.config.rules import Facts
+
+BUILTIN = "builtin:"
+HUB = "hub:"
+COLUMN_USERS: dict[str, tuple[str, ...]] = {
+    "prompt": ("alpaca", "adgen"),
+    "input": ("alpaca", "adgen"),
+    "answer": ("alpaca", "adgen"),
+    "system": ("alpaca", "adgen", "sharegpt", "messages"),
+    "history": ("alpaca", "adgen"),
+    "messages": ("sharegpt", "messages"),
+    "tools": ("sharegpt", "messages"),
+}
+"""Key of data.columns to the formats in which it is read."""
+
+
+def files(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Files that an entry needs and that are not named or not there; an encoding that does not exist."""
+    data, entry = config.data, config.entry.name
+    if data.holdout is not None and data.eval_file is not None:
+        yield Problem(
+            "data.holdout",
+            f"{data.holdout} rows and eval_file={data.eval_file} both say what is held out",
+            "give one of them; the other one null",
+        )
+    if entry == "train" and data.train_file is None:
+        yield Problem("data.train_file", "is null, and entry=train needs rows", "data.train_file=FILE")
+    if entry == "evaluate" and data.eval_file is None and data.holdout is None:
+        yield Problem("data.eval_file", "is null, and entry=evaluate needs held-out rows", "data.eval_file=FILE")
+    if entry == "inspect" and data.eval_file is None and data.train_file is None:
+        yield Problem("data.train_file", "is null, and entry=inspect needs rows", "data.train_file=FILE")
+    needed = {"evaluate": ("eval_file",), "export": ()}.get(entry, ("train_file", "eval_file"))
+    for name in needed:
+        path = getattr(data, name)
+        given = path is not None and not path.startswith((BUILTIN, HUB))
+        if given and not Path(path).expanduser().exists():
+            yield Problem(
+                f"data.{name}",
+                f"{Path(path).expanduser().absolute()} is not there",
+                "check the path; it is relative to this folder",
+            )
+    if data.encoding is not None and not _known_encoding(data.encoding):
+        yield Problem("data.encoding", f"{data.encoding!r} is no text encoding", "gb18030, big5, utf-16, latin-1, ...")
+
+
+def _known_encoding(name: str) -> bool:
+    try:
+        b"".decode(name)  # codecs.lookup alone also finds base64 and the like
+    except LookupError:
+        return False
+    return True
+
+
+def without_effect(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Keys that this format, batch form or entry does not read."""
+    data = config.data
+    for key, formats in COLUMN_USERS.items():
+        name = getattr(data.columns, key)
+        if name is not None and data.format is not None and data.format not in formats:
+            yield Problem(
+                f"data.columns.{key}",
+                f"{name!r} without effect: data.format={data.format} has no such column",
+                f"leave it out, or data.format={formats[0]}",
+            )
+    if data.packing and data.group_by_length:
+        yield Problem(
+            "data.group_by_length", "without effect: data.packing fills all rows up", "data.group_by_length=false"
+        )
+    if data.packing and config.method.name == "ptuning" and not FAMILIES[config.model.family].native_prefix:
+        yield Problem(
+            "data.packing",
+            f"method=ptuning on {config.model.family} puts its prefix into the key-value cache, and with a cache "
+            "packed examples would see each other",
+            "data.packing=false, or method=lora",
+        )
+    if data.num_workers == 0 and "data.prefetch" in facts.explicit:
+        yield Problem("data.prefetch", "without effect: data.num_workers is 0", "data.num_workers=1")
+    if config.entry.name != "inspect":
+        for key in sorted(key for key in facts.explicit if key.startswith("inspect.")):
+            yield Problem(key, f"without effect under entry={config.entry.name}", "leave it out, or entry=inspect")
