@@ -67,20 +67,21 @@ def open_prefix(mask: Tensor, prefix_length: int) -> Tensor:
     return nn.functional.pad(mask, (prefix_length, 0), value=True)
 
 
-def decoder_mask(attention_mask: Tensor | None, ids: Tensor, past: int, prefix_length: int) -> Tensor | None:
+def decoder_mask(attention_mask: Tensor | None, hidden: Tensor, past: int, prefix_length: int) -> Tensor | None:
     """The mask of v2 and v3: causal, and the key is real.
 
     ``attention_mask``: None; (batch, past + length), 1 = real; or a boolean (batch, 1, length, past + length), True =
-    visible, used as it is (packed rows). ``ids``: (batch, length, ...), read for its shape and device. Returns None
-    where plain causal attention (or a single query that sees all) says the same, so that fused kernels without a mask
-    apply. Rows of pads see everything: they have no meaning, and a fully hidden row would be NaN in some kernels.
+    visible, used as it is (packed rows). ``hidden``: (batch, length, hidden), read for its shape and device. Returns
+    None where plain causal attention (or a single query that sees all) says the same, so that fused kernels without a
+    mask apply. Rows of pads see everything: they have no meaning, and a fully hidden row would be NaN in some
+    kernels.
     """
-    length = ids.shape[1]
+    length = hidden.shape[1]
     keys = past + length
     if attention_mask is None:
         if length == 1 or (past == 0 and prefix_length == 0):
             return None
-        return open_prefix(causal_mask(length, keys, ids.device), prefix_length)
+        return open_prefix(causal_mask(length, keys, hidden.device), prefix_length)
     if attention_mask.ndim == 4:
         if attention_mask.dtype != torch.bool:
             raise ValueError(f"a 4D attention_mask must be bool, True = visible, and is {attention_mask.dtype}")
@@ -91,6 +92,6 @@ def decoder_mask(attention_mask: Tensor | None, ids: Tensor, past: int, prefix_l
             f" {length} new"
         )
     real = attention_mask.bool()
-    visible = causal_mask(length, keys, ids.device) & real[:, None, None, :]
+    visible = causal_mask(length, keys, hidden.device) & real[:, None, None, :]
     visible = visible | ~real[:, None, past:, None]
     return open_prefix(visible, prefix_length)
