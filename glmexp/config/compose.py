@@ -151,7 +151,10 @@ class _Composer:
         file = section.get("config_file") if isinstance(section, dict) else None
         if not isinstance(file, str):
             return tree, []
-        raised = ds_file.raise_file(Path(file).expanduser())
+        try:
+            raised = ds_file.raise_file(Path(file).expanduser())
+        except ConfigError as error:
+            return tree, list(error.problems)
         user_set = _chosen(tree, given, groups)
         more = [text for text in raised.options(tree) if text.partition("=")[0] not in user_set]
         if more:

@@ -27,7 +27,7 @@ class UnusableValueError(Exception):
     """A rule reads a value that is a problem already (see ``examine``)."""
 
 
-class _BadValueError(Exception):
+class BadValueError(Exception):
     """The value does not fit its field; the text says what fits."""
 
 
@@ -192,7 +192,7 @@ class _Walk:
             return
         try:
             values[name] = convert(value, hint, self.source.texts.get(key))
-        except _BadValueError as error:
+        except BadValueError as error:
             allowed = str(error) or describe(hint)
             self.problems.append(
                 Problem(key, f"{shown(value)} is not {allowed}{self.source.suffix(key)}", _guess(key, value, hint))
@@ -243,7 +243,7 @@ def convert(value: Any, hint: Any, text: str | None = None) -> Any:
         return [convert(one, typing.get_args(hint)[0]) for one in (value if isinstance(value, list) else [value])]
     if origin is dict:
         if not isinstance(value, dict):
-            raise _BadValueError
+            raise BadValueError
         return {str(name): convert(one, typing.get_args(hint)[1]) for name, one in value.items()}
     if hint is bool:
         return _switch(value)
@@ -265,7 +265,7 @@ def _word(value: Any, words: tuple[Any, ...], text: str | None) -> Any:
     for word in words:
         if word in (value, text):
             return word
-    raise _BadValueError
+    raise BadValueError
 
 
 def _switch(value: Any) -> bool:
@@ -273,27 +273,27 @@ def _switch(value: Any) -> bool:
         return value
     if value in ("true", "false"):
         return bool(value == "true")
-    raise _BadValueError
+    raise BadValueError
 
 
 def _number(value: Any, kind: type) -> int | float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise _BadValueError
+        raise BadValueError
     try:
         number = int(value) if isinstance(value, str) and kind is int else float(value)
     except ValueError:
         try:
             number = float(value)
         except ValueError as error:
-            raise _BadValueError from error
+            raise BadValueError from error
     if not math.isfinite(number):
-        raise _BadValueError
+        raise BadValueError
     if kind is float:
         return float(number)
     if isinstance(value, int):
         return value
     if number != int(number):
-        raise _BadValueError
+        raise BadValueError
     return int(number)
 
 
@@ -305,7 +305,7 @@ def _within(number: int | float, bound: Bound) -> int | float:
         and (bound.below is None or number < bound.below)
     )
     if not fits:
-        raise _BadValueError
+        raise BadValueError
     return number
 
 
@@ -313,12 +313,12 @@ def _text(value: Any, text: str | None) -> str:
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, (list, dict)):
-        raise _BadValueError
+        raise BadValueError
     if text is not None:
         return text
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise _BadValueError(f'text: write it in quotes, "{value}"')
+    raise BadValueError(f'text: write it in quotes, "{value}"')
 
 
 def describe(hint: Any) -> str:

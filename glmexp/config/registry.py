@@ -80,4 +80,3 @@ def load_plugins() -> None:
                 Problem(PLUGINS_VARIABLE, f"cannot import {module!r}: {error}", "check the name and PYTHONPATH")
             ) from error
         _plugins_loaded.add(module)
-

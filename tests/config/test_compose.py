@@ -1,0 +1,166 @@
+"""What the command line composes to: options, a user's own files, defaults that give way, and the grid of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glmexp.config.load import dump, flatten, load, read, write
+from tests.config.helpers import asked, config, refusal, rows_file
+
+
+def test_own_train_file_drops_the_shipped_eval_file_but_not_an_own_one(tmp_path: Path) -> None:
+    rows = rows_file(tmp_path / "rows.jsonl")
+    assert config().data.eval_file == "builtin:demo/eval.jsonl"
+    assert config(f"data.train_file={rows}").data.eval_file is None
+    assert config(f"data.train_file={rows}", f"data.eval_file={rows}").data.eval_file == rows
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(f"defaults: [demo]\ntrain_file: {rows}\n")
+    assert config("--config-dir", str(tmp_path), "data=mine").data.eval_file is None
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "name"),
+    [
+        (["data.holdout=5"], "data", "eval_file"),
+        (["optim.warmup_steps=3"], "optim", "warmup_ratio"),
+        (["method=freeze", "method.patterns=[lm_head]"], "method", "num_layers"),
+    ],
+)
+def test_a_default_gives_way_to_its_alternative(words: list[str], section: str, name: str) -> None:
+    assert getattr(getattr(config(*words), section), name) is None
+
+
+def test_null_lists_and_big_numbers_arrive_typed() -> None:
+    one = config("optim.max_grad_norm=null", "zero.reduce_bucket_size=5e8", "method.alpha='3'", "optim.betas=[0.8,0.9]")
+    assert one.optim.max_grad_norm is None
+    assert one.zero.reduce_bucket_size == 500_000_000
+    assert isinstance(one.zero.reduce_bucket_size, int)
+    assert one.method.alpha == 3.0
+    assert one.optim.betas == [0.8, 0.9]
+
+
+def test_text_that_looks_like_a_number_stays_as_typed() -> None:
+    one = config("run.name=1e5", "launcher.env.NCCL_IB_DISABLE=1", "launcher.env.SHARE=1.0")
+    assert one.run.name == "1e5"
+    assert one.launcher.env == {"NCCL_IB_DISABLE": "1", "SHARE": "1.0"}
+
+
+def test_users_options_come_from_config_dir_and_searchpath(tmp_path: Path) -> None:
+    (tmp_path / "method").mkdir()
+    (tmp_path / "method" / "mine.yaml").write_text("defaults: [lora]\nrank: 3\n")
+    assert config("--config-dir", str(tmp_path), "method=mine").method.rank == 3
+    assert config(f"hydra.searchpath=[{tmp_path}]", "method=mine").method.rank == 3
+    assert config(f"hydra.searchpath=[file://{tmp_path}]", "+method=mine").method.rank == 3
+
+
+def test_a_group_may_be_given_with_and_without_plus(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "big.yaml").write_text("# @package _global_\nmethod: {rank: 64}\n")
+    for word in ("experiment=big", "+experiment=big"):
+        assert config("--config-dir", str(tmp_path), word).method.rank == 64
+    assert config("+method=full").method.name == "full"
+
+
+def test_saved_configuration_is_read_back_equal(tmp_path: Path) -> None:
+    for words in ([], ["method=ptuning", "eval=none", "tracker=none"], ["method=freeze", "zero=stage3", "offload=all"]):
+        one = config(*words, "run.name='数据 #1'", "launcher.env.A=1")
+        assert load(dump(one)) == one
+        write(one, tmp_path / "config.yaml")
+        assert read(tmp_path / "config.yaml") == one
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "no temporary file stays"
+
+
+def test_relative_paths_are_made_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_file(tmp_path / "rows.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert config("data.train_file=rows.jsonl").data.train_file == str(tmp_path / "rows.jsonl")
+    assert config().data.train_file == "builtin:demo/train.jsonl"
+
+
+def test_under_an_outside_launcher_its_ranks_count_and_the_launcher_is_env() -> None:
+    one = config("train.batch_size=32", world_size=4, gpus=8)
+    assert one.launcher.name == "env"
+    assert one.train.micro_batch_size == 8
+
+
+def test_ranks_are_the_gpus_where_nproc_is_not_given() -> None:
+    assert config(gpus=2).train.batch_size == 16
+    assert config("launcher.nproc=1", gpus=2).train.batch_size == 8
+
+
+def pairs(*words: str) -> list[tuple[int, int | None]]:
+    return [(one.method.rank, one.zero.reduce_bucket_size) for one in asked(*words).trials]
+
+
+GRID = [(2, 200_000_000), (2, 500_000_000), (4, 200_000_000), (4, 500_000_000)]
+
+
+def test_a_sweep_is_the_product_and_each_trial_has_its_folder(tmp_path: Path) -> None:
+    words = ("-m", "method.rank=2,4", "zero.reduce_bucket_size=2e8,5e8", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert pairs(*words) == GRID
+    request = asked(*words)
+    assert request.sweep_folder == str(tmp_path / "sweep")
+    assert [Path(one.run.dir or "").name for one in request.trials] == [
+        "0_method.rank-2_zero.reduce_bucket_size-200000000",
+        "1_method.rank-2_zero.reduce_bucket_size-500000000",
+        "2_method.rank-4_zero.reduce_bucket_size-200000000",
+        "3_method.rank-4_zero.reduce_bucket_size-500000000",
+    ]
+    assert {one.tracker.group for one in request.trials} == {"sweep"}
+
+
+def test_a_trial_differs_from_a_single_run_only_in_its_folder_and_group(tmp_path: Path) -> None:
+    (trial,) = asked("-m", "method.rank=2", f"hydra.sweep.dir={tmp_path}/s").trials
+    alone = config("method.rank=2")
+    differs = {key for key, value in flatten(dump(trial)).items() if flatten(dump(alone))[key] != value}
+    assert differs == {"run.dir", "tracker.group"}
+
+
+def test_a_study_brings_its_grid_and_the_command_line_replaces_an_axis_of_it() -> None:
+    assert pairs("-m", "+experiments=rank_and_bucket") == [
+        (4, 50_000_000),
+        (4, 200_000_000),
+        (8, 50_000_000),
+        (8, 200_000_000),
+    ]
+    assert pairs("-m", "+experiments=rank_and_bucket", "++method.rank=16") == [(16, 50_000_000), (16, 200_000_000)]
+
+
+def test_options_can_be_swept_by_name_range_and_glob() -> None:
+    assert [one.method.name for one in asked("-m", "method=lora,full").trials] == ["lora", "full"]
+    names = [one.method.name for one in asked("-m", "method=glob(*,exclude=[lora,f*])").trials]
+    assert names == ["ptuning"]
+    assert [one.train.seed for one in asked("-m", "train.seed=range(1,4)").trials] == [1, 2, 3]
+
+
+def test_the_whole_grid_is_checked_before_the_first_trial_and_each_mistake_told_once() -> None:
+    text = refusal("-m", "method.rank=2,a", "optim.lr=1,x", "zero=stage2,stage9", "run.dir=here")
+    assert text.startswith("4 config errors:")
+    for part in (
+        "'a' is not a whole number",
+        "'x' is not a number",
+        "zero has no option 'stage9'",
+        "every trial would",
+    ):
+        assert text.count(part) == 1
+
+
+def test_a_chosen_sweep_folder_that_holds_a_trial_is_refused(tmp_path: Path) -> None:
+    words = ("-m", "method.rank=2,4", f"hydra.sweep.dir={tmp_path}")
+    folder = Path(asked(*words).trials[1].run.dir or "")
+    folder.mkdir()
+    (folder / "config.yaml").write_text("run: {}")
+    assert f"{folder} already holds a run" in refusal(*words)
+
+
+def test_composing_leaves_hydra_and_the_folder_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.chdir(tmp_path)
+    config()
+    assert not GlobalHydra.instance().is_initialized()
+    assert Path.cwd() == tmp_path
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,53 @@
+"""Every YAML file that is shipped composes; a file that is added or lost shows in the count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glmexp.config.nearest import conf_folder, shipped_options
+from tests.config.helpers import asked, rows_file
+
+OPTIONS = sorted((group, option) for group, options in shipped_options().items() for option in options)
+EXTRA = {
+    **{
+        ("data", option): ["data.train_file={rows}"]
+        for option in ("alpaca", "adgen", "sharegpt", "messages", "cmrc2018", "squad")
+    },
+    ("entry", "export"): ["artifact.path={folder}"],
+    ("offload", "all"): ["zero=stage3"],
+    ("precision", "fp16"): [],
+}
+STUDIES = "experiments"
+COUNT = 42
+COUNT_OF_STUDIES = 1
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_option_composes_and_passes_every_check(group: str, option: str, tmp_path: Path) -> None:
+    values = {"rows": rows_file(tmp_path / "rows.jsonl"), "folder": str(tmp_path)}
+    words = [word.format(**values) for word in EXTRA.get((group, option), [])]
+    flag = ["-m"] if group == STUDIES else []
+    outside = 1 if (group, option) == ("launcher", "env") else None
+    assert asked(*flag, f"{group}={option}", *words, gpus=1, world_size=outside).trials
+
+
+def test_count_of_yaml_files() -> None:
+    files = [path for path in conf_folder().rglob("*.yaml") if STUDIES not in path.relative_to(conf_folder()).parts]
+    studies = list((conf_folder() / STUDIES).glob("*.yaml"))
+    assert len(files) == len(set(files)) == 1 + sum(group != STUDIES for group, _ in OPTIONS)
+    assert len(studies) == sum(group == STUDIES for group, _ in OPTIONS)
+    assert (len(files), len(studies)) == (COUNT, COUNT_OF_STUDIES)
+
+
+def test_options_of_a_group_set_the_same_keys() -> None:
+    """Values-only groups: no option leaves a key to chance."""
+    import yaml
+
+    for group in ("zero", "offload", "precision", "launcher", "gather", "entry"):
+        keys = {
+            frozenset(yaml.safe_load(path.read_text(encoding="utf-8")))
+            for path in (conf_folder() / group).glob("*.yaml")
+        }
+        assert len(keys) == 1, group
