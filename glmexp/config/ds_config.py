@@ -56,7 +56,8 @@ TABLE: tuple[Row, ...] = (
     Row("train_batch_size", "train.batch_size"),
     Row("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
     Row("gradient_accumulation_steps", "train.grad_accum"),
-    Row("gradient_clipping", "optim.max_grad_norm"),
+    # Written even where it is off: DeepSpeed clips to 1.0 when the key is absent.
+    Row("gradient_clipping", "optim.max_grad_norm", lambda config: config.optim.max_grad_norm or 0.0),
     Row("bf16.enabled", "precision.dtype", lambda config: True if config.precision.dtype == "bf16" else None),
     Row("fp16.enabled", "precision.dtype", lambda config: True if config.precision.dtype == "fp16" else None),
     Row("fp16.loss_scale", "precision.loss_scale", _scale("loss_scale")),
