@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
@@ -20,6 +22,17 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     targets = labels[:, 1:]
     supervised = targets != IGNORED
     return F.cross_entropy(logits[:, :-1][supervised].float(), targets[supervised], reduction="sum")
+
+
+def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of a batch the network is given: input_ids (batch, length), and what packed rows need besides.
+
+    Right padded rows go without a mask: no real position sees a pad behind it, causal or prefix-LM, and attention takes
+    its fast path. The mask of (batch, 1, length, length) of packed rows is passed with their positions.
+    """
+    if batch["attention_mask"].dim() == 4:
+        return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    return {"input_ids": batch["input_ids"]}
 
 
 def supervised_tokens(labels: torch.Tensor) -> int:
