@@ -17,6 +17,8 @@ Message = Mapping[str, Any]
 Supervise = Literal["last", "all"]
 
 ROLES = ("system", "user", "assistant", "observation")
+V1_SPECIAL_TOKENS = 5
+"""Entries of a v1 tokenizer's added_tokens_encoder when nobody has added a token."""
 ROUNDS = {
     # release: (number of the first round, one round, the question that is to be answered)
     "chatglm": (0, "[Round {}]\n问：{}\n答：{}\n", "[Round {}]\n问：{}\n答："),
@@ -137,8 +139,14 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     """
     if release_of(tokenizer) == "chatglm":
         plain = any(token in text for token in tokenizer.special_tokens_map.values())
-        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
-    return tokenizer.encode(text, add_special_tokens=False)
+        if plain or len(tokenizer.added_tokens_encoder) > V1_SPECIAL_TOKENS:
+            return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+        # What tokenizer.encode does where no added token can be in the text, without its bookkeeping (4 times as fast).
+        first = tokenizer.num_image_tokens
+        return [first + index for index in tokenizer.sp_model.encode(tokenizer.preprocess(text))]
+    if tokenizer.added_tokens_encoder or getattr(tokenizer, "encode_special_tokens", False):
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.sp_model.encode(text)
 
 
 def prompt_text(release: str, messages: Sequence[Message]) -> str:
@@ -181,7 +189,8 @@ def _message_ids(tokenizer: Any, message: Message) -> list[int]:
         if role != "system":
             raise DataError(Problem("messages", f"tools on a {role} message", "put them on the system message"))
         content += "\n" + json.dumps(message["tools"], indent=4, ensure_ascii=False)
-    return tokenizer.build_single_message(role, message.get("metadata") or "", content)
+    head = encode_text(tokenizer, f"{message.get('metadata') or ''}\n")
+    return [tokenizer.get_command(f"<|{role}|>"), *head, *encode_text(tokenizer, content)]
 
 
 def _render_chatglm3(tokenizer: Any, messages: Sequence[Message], supervise: Supervise) -> ChatIds:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 from glmexp.config.errors import DataError, Problem
 from glmexp.config.schema import Family
-from glmexp.model import chat
+from glmexp.model import chat, tokenization_chatglm, tokenization_chatglm2
 
 Message = Mapping[str, Any]
 
@@ -17,12 +22,25 @@ class ChatGLMRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.release = chat.release_of(tokenizer)
         self.stop_ids = chat.stop_ids(tokenizer)
         self.pad_id = int(tokenizer.pad_token_id)
+        # v1 learns to give sop, and a generation is given it.
+        self.given_labels = 1 if self.release == "chatglm" else 0
+        self.one_answer_a_row = self.release != "chatglm3"
 
-    def train(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the vocabulary, the release and the code that renders."""
+        added = sorted((str(token), index) for token, index in self.tokenizer.added_tokens_encoder.items())
+        modules = (chat, tokenization_chatglm, tokenization_chatglm2)
+        words = [self.release, json.dumps(added), getattr(self.tokenizer, "encode_special_tokens", False)]
+        words += [getattr(self.tokenizer, name, None) for name in ("do_lower_case", "remove_space", "num_image_tokens")]
+        return _digest(self.tokenizer.sp_model.serialized_model_proto(), repr(words), *modules)
+
+    def train(self, messages: Sequence[Message], supervise: chat.Supervise = "last") -> tuple[list[int], list[bool]]:
         """Ids of a conversation that ends with an answer, and which of them are learned."""
-        row = chat.render_chat(self.tokenizer, messages)
+        row = chat.render_chat(self.tokenizer, messages, supervise)
         return row.ids, row.supervised
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -33,9 +51,19 @@ class ChatGLMRenderer:
         """Text of generated ids up to the first stop token."""
         return chat.answer_text(self.tokenizer, ids)
 
+    def token_text(self, index: int) -> str:
+        """One token as it stands in the vocabulary, for inspection."""
+        if self.release != "chatglm":
+            special = self.tokenizer.command_names.get(index)
+            return special or self.tokenizer.sp_model.id_to_piece(index)
+        return str(self.tokenizer.convert_ids_to_tokens(index))
+
 
 class TemplateRenderer:
     """The template that the checkpoint brings in its tokenizer_config.json (Qwen2)."""
+
+    given_labels = 0
+    one_answer_a_row = False
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -43,10 +71,25 @@ class TemplateRenderer:
         end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
         self.stop_ids = sorted({int(tokenizer.eos_token_id), int(end_of_text)})
 
-    def train(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Ids of a conversation that ends with an answer, and which are learned: the answer and its end token."""
-        prompt = self.prompt(messages[:-1])
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the vocabulary, the template and the code that renders."""
+        return _digest(self.tokenizer.backend_tokenizer.to_str().encode(), repr(self.tokenizer.chat_template))
+
+    def train(self, messages: Sequence[Message], supervise: chat.Supervise = "last") -> tuple[list[int], list[bool]]:
+        """Ids of a conversation that ends with an answer, and which are learned: the answers and their end tokens."""
         row = self._ids(messages, add_generation_prompt=False)
+        learned = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [self._span(messages, place, row) for place in (learned if supervise == "all" else learned[-1:])]
+        end = spans[-1][1]
+        supervised = [False] * end
+        for start, stop in spans:
+            supervised[start:stop] = [True] * (stop - start)
+        return row[:end], supervised
+
+    def _span(self, messages: Sequence[Message], place: int, row: list[int]) -> tuple[int, int]:
+        """Where the answer ``messages[place]`` and its end token stand in the row."""
+        prompt = self.prompt(messages[:place])
         if row[: len(prompt)] != prompt or self.tokenizer.eos_token_id not in row[len(prompt) :]:
             raise DataError(
                 Problem(
@@ -55,8 +98,7 @@ class TemplateRenderer:
                     "use a template that adds to the end only and closes each answer",
                 )
             )
-        end = len(prompt) + row[len(prompt) :].index(self.tokenizer.eos_token_id) + 1
-        return row[:end], [place >= len(prompt) for place in range(end)]
+        return len(prompt), len(prompt) + row[len(prompt) :].index(self.tokenizer.eos_token_id) + 1
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids up to where the answer begins."""
@@ -67,10 +109,49 @@ class TemplateRenderer:
         end = next((place for place, index in enumerate(ids) if index in self.stop_ids), len(ids))
         return str(self.tokenizer.decode(list(ids[:end]), skip_special_tokens=True)).strip()
 
+    def token_text(self, index: int) -> str:
+        """One token as text, for inspection; half a character shows as U+FFFD."""
+        return str(self.tokenizer.decode([index]))
+
     def _ids(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
+        for message in messages:
+            if message.get("tools") or message.get("metadata") or message["role"] == "observation":
+                raise DataError(
+                    Problem("messages", "tools are not part of this chat template", "leave such rows out, or chatglm3")
+                )
+        # One call for text and ids would read <|im_end|> in a user's text as the end of the turn.
+        marked = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
+        frame = self.tokenizer.apply_chat_template(
+            marked, tokenize=False, add_generation_prompt=add_generation_prompt
         )
+        ids: list[int] = []
+        for place, message in enumerate(messages):
+            head, found, frame = frame.partition(_MARK.format(place))
+            if not found:
+                raise DataError(
+                    Problem("chat template", "a message is left out or changed", "use a template that keeps each text")
+                )
+            ids += self._encode(head, special=True)
+            ids += self._encode(str(message["content"]), special=False)
+        return ids + self._encode(frame, special=True)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        if not text:
+            return []
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+
+
+_MARK = "\ue000{}\ue001"
+"""Stands for a message's text while the template is filled in: private-use characters, which no template holds."""
+
+
+def _digest(vocabulary: bytes, settings: str, *modules: ModuleType) -> str:
+    digest = hashlib.sha256(vocabulary)
+    digest.update(settings.encode())
+    for module in (*modules, inspect.getmodule(_digest)):
+        assert module is not None
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()
 
 
 def renderer(family: Family, tokenizer: Any) -> ChatGLMRenderer | TemplateRenderer:

@@ -116,14 +116,17 @@ class ChatGLM1Tokenizer(PreTrainedTokenizer):
         vocab = {self._convert_id_to_token(index): index for index in range(self.vocab_size)}
         return {**vocab, **self._added_tokens_encoder}
 
-    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+    def preprocess(self, text: str) -> str:
+        """What SentencePiece gets for ``text``: line breaks, tabs and runs of spaces as pieces of their own."""
         if self.remove_space:
             text = " ".join(text.split())
         if self.do_lower_case:
             text = text.lower()
         text = text.replace("\n", LINE_BREAK).replace("\t", TAB)
-        text = BLANKS.sub(lambda run: f"<|blank_{len(run.group())}|>", text)
-        return self.sp_model.encode(text, out_type=str)
+        return BLANKS.sub(lambda run: f"<|blank_{len(run.group())}|>", text)
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return self.sp_model.encode(self.preprocess(text), out_type=str)
 
     def _convert_token_to_id(self, token: str) -> int:
         if token.startswith("<image_") and token.endswith(">") and token[7:-1].isdigit():
