@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from glmexp.data.prepare import Example
+from glmexp.data.store import Example
 
 Places = list[int | None]
 """Row indices of a micro batch; None is a blank place, which counts nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from glmexp.data.prepare import IGNORED, Example
+from glmexp.data.store import IGNORED, Example
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,9 @@ def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]
     labels = torch.full(shape, IGNORED, dtype=torch.int64)
     for index, example in enumerate(examples):
         count = len(example.input_ids)
-        input_ids[index, :count] = torch.tensor(example.input_ids, dtype=torch.int64)
+        input_ids[index, :count] = torch.from_numpy(example.input_ids)
         attention_mask[index, :count] = 1
-        labels[index, :count] = torch.tensor(example.labels, dtype=torch.int64)
+        labels[index, :count] = torch.from_numpy(example.labels)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
@@ -39,7 +39,7 @@ def collate_prompts(examples: Sequence[Example], pad_id: int) -> dict[str, torch
     position_ids = torch.zeros(shape, dtype=torch.int64)
     for index, example in enumerate(examples):
         start = length - len(example.prompt_ids)
-        input_ids[index, start:] = torch.tensor(example.prompt_ids, dtype=torch.int64)
+        input_ids[index, start:] = torch.from_numpy(example.prompt_ids)
         attention_mask[index, start:] = 1
         position_ids[index, start:] = torch.arange(length - start)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}

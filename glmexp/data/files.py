@@ -1,19 +1,26 @@
-"""JSON arrays and JSON lines as (line number, object) pairs. Lines are counted from 1, as an editor does."""
+"""Data files as records: JSON arrays, JSON lines, CSV, Parquet and hub names. Values stay the text that they are.
+
+A file is handed on in blocks, so that a large one is never whole in memory as Python objects and several processes can
+share the work; lines are counted from 1, as an editor does.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from glmexp.config.data_rules import BUILTIN, HUB
 from glmexp.config.errors import DataError, Problem
 
-BUILTIN = "builtin:"
 SHOWN_PROBLEMS = 5
-_SPACE = re.compile(r"[ \t\r\n]*")
+BLOCK_BYTES = 1 << 20
+BLOCK_RECORDS = 1000
+Kind = Literal["JSON lines", "JSON array", "JSON object", "CSV", "Parquet", "hub"]
 _JSON_NAMES = {
     dict: "an object",
     list: "a list",
@@ -26,19 +33,84 @@ _JSON_NAMES = {
 
 @dataclass(frozen=True)
 class Record:
-    """One JSON value of a file and the line it begins on."""
+    """One row of a file."""
 
     line: int
+    """Line on which it begins; in tables without lines the number of the row."""
     value: Any
+    number: int | None = None
+    """Place among the rows from 1, where that is not the line."""
 
 
 @dataclass(frozen=True)
-class JsonFile:
-    """A data file, parsed: its absolute path, the SHA-256 of its bytes and its records."""
+class Fault:
+    """A piece of a file that is no row."""
+
+    line: int
+    reason: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of a file: JSON lines as bytes (parsed where the work is done), or records."""
+
+    first_line: int
+    text: bytes | None
+    records: list[Record | Fault]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file that was found and looked at."""
 
     path: str
+    """As messages name it."""
+    kind: Kind
+    place: Path
+    encoding: str
     sha256: str
-    records: list[Record]
+    """Of its bytes."""
+    separator: str = ","
+    """CSV: what stands between two cells."""
+
+    @property
+    def unit(self) -> str:
+        """What the numbers in messages count."""
+        words = {"Parquet": "row", "hub": "row", "JSON array": "record", "JSON object": "record"}
+        return words.get(self.kind, "line")
+
+    def blocks(self) -> Iterator[Block]:
+        """The file's rows in order. Raises DataError for what cannot be read past."""
+        if self.kind == "JSON lines":
+            yield from _line_blocks(self)
+        else:
+            from glmexp.data import tables
+
+            readers = {"JSON array": json_array, "JSON object": json_object, "CSV": tables.csv_rows}
+            reader = readers.get(self.kind, tables.arrow_rows)
+            yield from _grouped(reader(self))
+
+
+def open_file(path: str, encoding: str | None) -> DataFile:
+    """Find a file and say what it is. Raises DataError: no such file, not in this encoding, nothing in it."""
+    if path.startswith(HUB):
+        from glmexp.data import tables
+
+        name, place, fingerprint = tables.from_hub(path)
+        return DataFile(name, "hub", place, "utf-8", fingerprint)
+    file = resolve(path)
+    name = path if path.startswith(BUILTIN) else str(file)
+    sha256 = _sha256(file)
+    with file.open("rb") as stream:
+        head = stream.read(BLOCK_BYTES)
+    if head.startswith(b"PAR1"):
+        return DataFile(name, "Parquet", file, "utf-8", sha256)
+    encoding = encoding or "utf-8"
+    if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
+        encoding = "utf-8-sig"
+    kind, separator = _look(name, file, head, encoding)
+    return DataFile(name, kind, file, encoding, sha256, separator)
 
 
 def resolve(path: str) -> Path:
@@ -52,15 +124,15 @@ def resolve(path: str) -> Path:
         return file
     file = Path(path).expanduser().absolute()
     if file.is_dir():
-        raise DataError(Problem(str(file), "is a folder", "name one JSON or JSON lines file"))
+        raise DataError(Problem(str(file), "is a folder", "name one JSON, JSON lines, CSV or Parquet file"))
     if not file.is_file():
         raise DataError(Problem(str(file), "no such file", "paths are relative to the folder the command runs in"))
     return file
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls the value, for messages."""
-    return "null" if value is None else _JSON_NAMES[type(value)]
+    """What JSON calls the value, for messages; Python's name for what only tables hold."""
+    return "null" if value is None else _JSON_NAMES.get(type(value), f"a {type(value).__name__}")
 
 
 def raise_all(path: str, problems: list[Problem]) -> None:
@@ -72,111 +144,187 @@ def raise_all(path: str, problems: list[Problem]) -> None:
     raise DataError(*problems[:SHOWN_PROBLEMS], *more)
 
 
-def parse_file(path: str) -> JsonFile:
-    """Parse a UTF-8 file (with or without byte order mark, any line ends) that is a JSON array or JSON lines.
-
-    Raises DataError naming the file and line: no such file, not UTF-8, broken JSON, nothing in it.
-    """
-    file = resolve(path)
-    content = file.read_bytes()
-    name = path if path.startswith(BUILTIN) else str(file)
-    text = _decode(name, content)
-    start = _SPACE.match(text)
-    assert start is not None, "a pattern that may match nothing always matches"
-    if start.end() == len(text):
-        raise DataError(Problem(name, "the file is empty: it has no example", "JSON array or JSON lines are expected"))
-    parse = _array if text[start.end()] == "[" else _lines
-    records, problems = parse(name, text)
-    raise_all(name, problems)
-    if not records:
-        raise DataError(Problem(name, "the array is empty: it has no example"))
-    return JsonFile(path=name, sha256=hashlib.sha256(content).hexdigest(), records=records)
-
-
-def _decode(name: str, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        # utf-8-sig counts from behind the byte order mark.
-        byte = error.start + len(content) - len(error.object)
-        where = f"{name}:{line}"
-        found = f"not UTF-8 (line {line}, byte {byte}: 0x{content[byte]:02x})"
-        fix = "save it as UTF-8, for example: iconv -f GB18030 -t UTF-8 FILE > FILE.utf8"
-        raise DataError(Problem(where, found, fix)) from error
-
-
-def _lines(name: str, text: str) -> tuple[list[Record], list[Problem]]:
-    records: list[Record] = []
-    problems: list[Problem] = []
+def parse_block(block: Block, encoding: str) -> list[Record | Fault]:
+    """Records and faults of a block. Raises UnicodeDecodeError with the place counted from the block's start."""
+    if block.text is None:
+        return block.records
+    parsed: list[Record | Fault] = []
     # Not splitlines(): U+2028 and U+0085 are allowed inside JSON text.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
+    text = block.text.decode("utf-8" if encoding == "utf-8-sig" else encoding)
+    for number, line in enumerate(text.split("\n"), start=block.first_line):
+        if not line.strip("\ufeff \t\r\n\v\f"):
             continue
         try:
-            records.append(Record(number, json.loads(line)))
+            parsed.append(Record(number, json.loads(line)))
         except ValueError as error:
-            problems.append(Problem(f"{name}:{number}", f"broken JSON: {_reason(error)}"))
+            parsed.append(Fault(number, f"broken JSON: {_reason(error)}"))
         except RecursionError:
-            problems.append(Problem(f"{name}:{number}", "broken JSON: nested too deeply"))
-    if problems and not records and _is_json(text):
-        fix = "put the rows in an array [...], or one object a line"
-        return [], [Problem(name, "the file is one JSON object over several lines", fix)]
-    return records, problems
+            parsed.append(Fault(number, "broken JSON: nested too deeply"))
+    return parsed
 
 
-def _reason(error: ValueError) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} (character {error.colno})"
-    return str(error)
+def whole_text(file: DataFile) -> str:
+    """The text of a file that cannot be read by lines. Raises DataError where it is in another encoding."""
+    return decode(file.path, file.place.read_bytes(), file.encoding)
+
+
+def decode(name: str, content: bytes, encoding: str, first_line: int = 1, first_byte: int = 0) -> str:
+    """Text of ``content``; the error of another encoding names line, byte and the option that sets it."""
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        # Codecs that skip a byte order mark count from behind it.
+        at = error.start + len(content) - len(error.object)
+        line = first_line + content.count(b"\n", 0, at)
+        shown = "UTF-8" if encoding.startswith("utf-8") else encoding
+        found = f"not {shown} (line {line}, byte {first_byte + at}: 0x{content[at]:02x})"
+        raise DataError(Problem(f"{name}:{line}", found, _encoding_hint(content))) from error
+    except UnicodeError as error:
+        raise DataError(Problem(name, f"not {encoding}: {error}", _encoding_hint(content))) from error
+
+
+def _encoding_hint(content: bytes) -> str:
+    for mark, codec in ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"\xef\xbb\xbf", "utf-8")):
+        if content.startswith(mark):
+            return f"its byte order mark is that of {codec}: data.encoding={codec}"
+    for codec, words in (("gb18030", "Chinese Windows saves so"), ("big5", "traditional Chinese")):
+        try:
+            sample = content[: 1 << 16].decode(codec, errors="strict" if len(content) <= 1 << 16 else "ignore")
+        except UnicodeDecodeError:
+            continue
+        if any("\u4e00" <= sign <= "\u9fff" for sign in sample):
+            return f"it reads as {codec} ({words}): data.encoding={codec}"
+    return "data.encoding=NAME says how it is encoded, for example gb18030, big5, utf-16, cp1252"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _look(name: str, file: Path, head: bytes, encoding: str) -> tuple[Kind, str]:
+    """What kind of text file it is, by its name and its first characters."""
+    start = head[: 1 << 16].decode(encoding, errors="replace").lstrip("\ufeff")
+    stripped = start.lstrip()
+    suffix = file.suffix.lower()
+    if not stripped and file.stat().st_size == len(head):
+        raise DataError(Problem(name, "the file is empty: it has no example", "JSON, JSON lines, CSV or Parquet"))
+    if suffix in (".csv", ".tsv"):
+        from glmexp.data import tables
+
+        return "CSV", "\t" if suffix == ".tsv" else tables.separator(start)
+    if stripped.startswith("["):
+        return "JSON array", ","
+    first_line = stripped.partition("\n")[0]
+    if _wide(encoding) or (stripped.startswith("{") and len(first_line) < len(stripped) and not _is_json(first_line)):
+        text = decode(name, file.read_bytes(), encoding)
+        if _is_json(text):
+            return "JSON object", ","
+    return "JSON lines", ","
 
 
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
 
-def _array(name: str, text: str) -> tuple[list[Record], list[Problem]]:
-    """Walk the array element by element: json.loads alone would not tell where each begins."""
+def _wide(encoding: str) -> bool:
+    """Encodings in which a line end is not the one byte 0x0a."""
+    return encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32"))
+
+
+def _line_blocks(file: DataFile) -> Iterator[Block]:
+    """Whole lines, about BLOCK_BYTES at a time."""
+    if _wide(file.encoding):
+        yield Block(1, whole_text(file).encode(), [])
+        return
+    line, offset = 1, 0
+    with file.place.open("rb") as stream:
+        while lines := stream.readlines(BLOCK_BYTES):
+            text = b"".join(lines)
+            if offset == 0 and text.startswith(b"\xef\xbb\xbf"):
+                text, offset = text[3:], 3
+            decode(file.path, text, "utf-8" if file.encoding == "utf-8-sig" else file.encoding, line, offset)
+            yield Block(line, text, [])
+            line, offset = line + len(lines), offset + len(text)
+
+
+def _grouped(records: Iterator[Record | Fault]) -> Iterator[Block]:
+    group: list[Record | Fault] = []
+    for record in records:
+        group.append(record)
+        if len(group) == BLOCK_RECORDS:
+            yield Block(group[0].line, None, group)
+            group = []
+    if group:
+        yield Block(group[0].line, None, group)
+
+
+def json_object(file: DataFile) -> Iterator[Record | Fault]:
+    """A file that is one JSON object: the rows that it wraps, or itself (SQuAD)."""
+    value = json.loads(whole_text(file))
+    rows = value.get("data") if isinstance(value, dict) else None
+    wrapped = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    if wrapped and not any("paragraphs" in row or "qas" in row for row in rows):
+        yield from (Record(1, row, number) for number, row in enumerate(rows, start=1))
+    else:
+        yield Record(1, value, 1)
+
+
+def json_array(file: DataFile) -> Iterator[Record | Fault]:
+    """Walk an array element by element: json.loads alone would not tell where each begins.
+
+    Raises DataError where it is broken: the rest of an array cannot be read past that.
+    """
+    text = whole_text(file)
     decoder = json.JSONDecoder()
-    records: list[Record] = []
-    line, counted = 1, 0
-    position = text.index("[") + 1
-
-    def problem(at: int, reason: str) -> tuple[list[Record], list[Problem]]:
-        return [], [Problem(f"{name}:{text.count(chr(10), 0, at) + 1}", f"broken JSON: {reason}")]
-
-    position = _skip(text, position)
+    line, counted, number = 1, 0, 0
+    position = _skip(text, text.index("[") + 1)
     if text[position : position + 1] == "]":
-        return [], []
+        return
     while True:
         line, counted = line + text.count("\n", counted, position), position
         try:
             value, position = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            return problem(error.pos, error.msg)
+            raise _broken(file, text, error.pos, error.msg) from error
         except ValueError as error:  # a number with too many digits
-            return problem(position, str(error))
-        except RecursionError:
-            return problem(position, "nested too deeply")
-        records.append(Record(line, value))
+            raise _broken(file, text, position, str(error)) from error
+        except RecursionError as error:
+            raise _broken(file, text, position, "nested too deeply") from error
+        number += 1
+        yield Record(line, value, number)
         position = _skip(text, position)
         mark = text[position : position + 1]
         if mark == "]":
             break
         if mark != ",":
-            return problem(position, "',' or ']' expected after an element of the array")
+            raise _broken(file, text, position, "',' or ']' expected after an element of the array")
         position = _skip(text, position + 1)
     rest = _skip(text, position + 1)
     if rest != len(text):
-        return problem(rest, "text after the end of the array")
-    return records, []
+        raise _broken(file, text, rest, "text after the end of the array")
+
+
+def _broken(file: DataFile, text: str, at: int, reason: str) -> DataError:
+    line = text.count("\n", 0, at) + 1
+    fix = "repair it; in JSON lines, one object a line, data.on_error=skip could leave the row out"
+    return DataError(Problem(f"{file.path}:{line}", f"broken JSON: {reason}", fix))
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _skip(text: str, position: int) -> int:
     found = _SPACE.match(text, position)
     assert found is not None, "a pattern that may match nothing always matches"
     return found.end()
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} (character {error.colno})"
+    return str(error)

@@ -1,62 +1,67 @@
-"""From the data section to examples: read, hold out, render with the model's chat template, cut to length."""
+"""From the data section to examples: read, render with the model's chat template, cut to length, keep, hold out.
+
+What was prepared once is used again while the file's contents, the tokenizer, the template, the settings and this
+code are the same. Ranks take turns on a lock: the first one prepares, the others wait for a file and not inside of a
+process group, whose time limit a large file would exceed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
 import random
-from dataclasses import dataclass, replace
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from glmexp.config.errors import ConfigError, DataError, Problem
 from glmexp.config.schema import DataSection
-from glmexp.data.readers import ReadResult, Row, line_list, read_rows
-from glmexp.data.template import Message, Renderer
+from glmexp.data import forms, workers
+from glmexp.data.encode import Encoding
+from glmexp.data.files import Block, DataFile, Fault, open_file, parse_block, raise_all
+from glmexp.data.readers import Outcome, places
+from glmexp.data.store import IGNORED, Example, Examples, Store, Writer
+from glmexp.data.template import Renderer
 
-IGNORED = -100
-"""Label of a token that is not learned (the default ignore_index of torch's cross entropy)."""
-CUT = " ... "
-"""Stands where the middle of an over-long prompt was cut out."""
-SHORTEST_PROMPT = 16
-"""Characters that must be left of a prompt that is cut: an answer to less than that teaches nothing."""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One row, ready for a batch."""
-
-    input_ids: list[int]
-    """Prompt, answer and end token."""
-    labels: list[int]
-    """The ids where they are to be learned, else -100. Not shifted: the loss shifts."""
-    prompt_ids: list[int]
-    """What a generation starts from."""
-    prompt: str
-    answer: str
-    line: int
-    """Line of the source file."""
-
-    @property
-    def supervised_tokens(self) -> int:
-        """Tokens that count in the loss. The first token of a row has nothing before it to be predicted from."""
-        return sum(label != IGNORED for label in self.labels[1:])
-
-    def blank(self) -> Example:
-        """The same row without anything to learn: it fills a place in a batch and has no weight."""
-        return replace(self, labels=[IGNORED] * len(self.labels))
+__all__ = ["IGNORED", "Example", "Examples", "Prepared", "prepare"]
 
 
 @dataclass(frozen=True)
 class Prepared:
     """All rows of a run."""
 
-    train: list[Example]
-    eval: list[Example]
+    train: Examples
+    eval: Examples
     report: list[str]
     """Lines for the log: what was read, used, dropped, cut and held out."""
     sha256: dict[str, str]
     """Fingerprint of each file that was read."""
 
+    def record(self) -> dict[str, Any]:
+        """What the run keeps in ``data.json``."""
+        return {
+            "files": self.sha256,
+            "train_examples": len(self.train),
+            "eval_examples": len(self.eval),
+            "report": self.report,
+        }
+
 
 def prepare(config: DataSection, seed: int, renderer: Renderer, *, train: bool = True) -> Prepared:
-    """Read, hold out and render. ``train=False`` (entry=evaluate) makes the held-out rows alone.
+    """Read, render and hold out. ``train=False`` (entry=evaluate) makes the held-out rows alone.
 
     Raises DataError for files that cannot be used and for files whose rows are all too long, ConfigError where no
     file is named.
@@ -64,108 +69,209 @@ def prepare(config: DataSection, seed: int, renderer: Renderer, *, train: bool =
     if train and config.train_file is None:
         raise ConfigError(Problem("data.train_file", "is not set", "name a JSON array or JSON lines file"))
     assert config.eval_file is None or config.holdout is None, "data.eval_file and data.holdout are both set"
-    report: list[str] = []
-    files: list[ReadResult] = []
-    train_rows: list[Row] = []
-    eval_rows: list[Row] = []
-    held_from = config.eval_file
-    if config.train_file is not None and (train or config.holdout is not None):
-        result = _read(config.train_file, config, report, files)
-        train_rows = result.rows
-        if config.holdout is not None:
-            train_rows, eval_rows = _hold_out(result, config.holdout, seed)
-            held_from = result.path
-            report.append(f"{result.path}: {len(eval_rows)} rows held out, {len(train_rows)} left to train on")
-    if config.eval_file is not None:
-        eval_rows = _read(config.eval_file, config, report, files).rows
-    if not train and not eval_rows:
+    if not train and config.eval_file is None and config.holdout is None:
         raise ConfigError(Problem("data.eval_file", "is not set: there are no held-out rows", "name a file with rows"))
-    train_name = config.train_file or ""
-    return Prepared(
-        train=_render(train_name, train_rows, config.max_length, renderer, report) if train else [],
-        eval=_render(held_from or "", eval_rows, config.max_length, renderer, report) if eval_rows else [],
-        report=report,
-        sha256={file.path: file.sha256 for file in files},
-    )
+    report: list[str] = []
+    sha256: dict[str, str] = {}
+    trained = held = Examples.none()
+    if config.train_file is not None and (train or config.holdout is not None):
+        store = _stored(config.train_file, config, renderer, report, sha256)
+        trained = Examples(store, np.arange(len(store)))
+        if config.holdout is not None:
+            trained, held = _hold_out(store, config.holdout, seed, report)
+    if config.eval_file is not None:
+        store = _stored(config.eval_file, config, renderer, report, sha256)
+        held = Examples(store, np.arange(len(store)))
+    return Prepared(trained if train else Examples.none(), held, report, sha256)
 
 
-def _read(path: str, config: DataSection, report: list[str], files: list[ReadResult]) -> ReadResult:
-    result = read_rows(path, config.columns)
-    files.append(result)
-    report.append(result.report())
-    return result
-
-
-def _hold_out(result: ReadResult, count: int, seed: int) -> tuple[list[Row], list[Row]]:
+def _hold_out(store: Store, count: int, seed: int, report: list[str]) -> tuple[Examples, Examples]:
     """Draw ``count`` rows by the seed; both parts keep the order of the file."""
-    rows = result.rows
-    if count >= len(rows):
+    rows, path = store.about["rows"], store.about["path"]
+    if count >= rows:
         raise DataError(
             Problem(
                 "data.holdout",
-                f"{count} rows cannot be held out of the {len(rows)} of {result.path}: none would be left to train on",
-                f"set it to at most {len(rows) - 1}" if len(rows) > 1 else "name a data.eval_file",
+                f"{count} rows cannot be held out of the {rows} of {path}: none would be left to train on",
+                f"set it to at most {rows - 1}" if rows > 1 else "name a data.eval_file",
             )
         )
-    drawn = set(random.Random(f"holdout {seed}").sample(range(len(rows)), count))
-    kept = [row for index, row in enumerate(rows) if index not in drawn]
-    return kept, [rows[index] for index in sorted(drawn)]
+    drawn = random.Random(f"holdout {seed}").sample(range(rows), count)
+    held = np.isin(store.columns["row"], drawn)
+    report.append(f"{path}: {count} rows held out, {rows - count} left to train on")
+    if held.all() or not held.any():
+        which = "left to train on" if held.all() else "held out"
+        raise DataError(Problem("data.holdout", f"the rows {which} are all too long", "raise data.max_length"))
+    return Examples(store, np.flatnonzero(~held)), Examples(store, np.flatnonzero(held))
 
 
-def _render(path: str, rows: list[Row], max_length: int, renderer: Renderer, report: list[str]) -> list[Example]:
-    examples: list[Example] = []
-    cut: list[int] = []
-    too_long: list[int] = []
-    for row in rows:
-        example = _example(row, row.prompt, renderer)
-        if len(example.input_ids) > max_length:
-            shorter = _cut(row, max_length, renderer)
-            if shorter is None:
-                too_long.append(row.line)
-                continue
-            cut.append(row.line)
-            example = shorter
-        examples.append(example)
-    assert len(examples) + len(too_long) == len(rows), f"{path}: rows were lost while they were rendered"
+def _stored(path: str, config: DataSection, renderer: Renderer, report: list[str], sha256: dict[str, str]) -> Store:
+    file = open_file(path, config.encoding)
+    store = _open(file, config, renderer)
+    report.extend(store.about["report"])
+    sha256[file.path] = file.sha256
+    return store
+
+
+def _open(file: DataFile, config: DataSection, renderer: Renderer) -> Store:
+    """The prepared file: from the cache, or made now."""
+    if config.cache_dir is None:
+        folder = Path(tempfile.mkdtemp(prefix="glmexp-data-"))
+        try:
+            _build(file, config, renderer, folder / "store")
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        store = Store(folder / "store")
+        weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+        return store
+    name = key(file, config, renderer)
+    cached = Path(config.cache_dir) / name
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    with (cached.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process that holds it, however that ends
+        if not Store.whole(cached):
+            shutil.rmtree(cached, ignore_errors=True)
+            unfinished = cached.with_name(f".{name}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            _build(file, config, renderer, unfinished)
+            unfinished.rename(cached)
+        return Store(cached)
+
+
+def key(file: DataFile, config: DataSection, renderer: Renderer) -> str:
+    """Name of the prepared file: changes with whatever could change its contents."""
+    parts = {
+        "file": [file.path, file.sha256, file.kind, file.encoding, file.separator],
+        "format": config.format,
+        "columns": dataclasses.asdict(config.columns),
+        "on_error": config.on_error,
+        "max_length": config.max_length,
+        "supervise": config.supervise,
+        "renderer": renderer.fingerprint,
+        "code": code_version(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def code_version() -> str:
+    """Digest of this room's source files."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _build(file: DataFile, config: DataSection, renderer: Renderer, folder: Path) -> None:
+    """Read and encode the whole file into a store. Raises DataError with all problems of the file."""
+    blocks, sample = _sample(file)
+    found = forms.resolve(file.path, sample, config.columns, config.format)
+    encoding = Encoding(config.max_length, config.supervise)
+    work = workers.Work(file, found, encoding, renderer, config.on_error)
+    size = sum(one.stat().st_size for one in (file.place.glob("*") if file.place.is_dir() else [file.place]))
+    processes = workers.workers_for(size, config.prepare_workers)
+    outcome = Outcome(file.unit)
+    cut: dict[str, list[str]] = {}
+    too_long: list[str] = []
+    writer = Writer(folder)
+    try:
+        with _progress(file.path, size, processes) as advance:
+            for part, more in workers.run(work, blocks, processes):
+                writer.add(part, outcome.used)
+                outcome.add(more)
+                too_long += part.too_long
+                for reason, labels in part.cut.items():
+                    cut.setdefault(reason, []).extend(labels)
+                advance(outcome.read)
+        raise_all(file.path, outcome.problems)
+        lines = _report(file, outcome, config.max_length, cut, too_long)
+        about = {
+            "path": file.path,
+            "sha256": file.sha256,
+            "rows": outcome.used,
+            "read": outcome.read,
+            "dropped": {reason: len(labels) for reason, labels in outcome.dropped.items()},
+            "repaired": {reason: len(labels) for reason, labels in outcome.repaired.items()},
+            "cut": {reason: len(labels) for reason, labels in cut.items()},
+            "too_long": len(too_long),
+            "forms": outcome.forms,
+            "report": lines,
+        }
+        writer.close(about)
+    except BaseException:
+        writer.discard()
+        raise
+
+
+def _sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
+    """All blocks, and the rows of the first ones until a row was found."""
+    blocks = file.blocks()
+    looked: list[Block] = []
+    problems: list[Problem] = []
+    for block in blocks:
+        looked.append(block)
+        records = parse_block(block, file.encoding)
+        rows = [one.value for one in records if not isinstance(one, Fault) and isinstance(one.value, dict)]
+        if rows:
+            return itertools.chain(looked, blocks), rows
+        for one in records:
+            reason = one.reason if isinstance(one, Fault) else _no_object(one.value)
+            problems.append(Problem(f"{file.path}:{one.line}", reason))
+    raise_all(file.path, problems)
+    raise DataError(Problem(file.path, "the file is empty: it has no example", "rows of questions and answers"))
+
+
+def _no_object(value: Any) -> str:
+    from glmexp.data.files import json_type
+
+    return f"a row must be a JSON object, found {json_type(value)}"
+
+
+def _report(
+    file: DataFile, outcome: Outcome, max_length: int, cut: dict[str, list[str]], too_long: list[str]
+) -> list[str]:
+    """Lines for the log. Raises DataError where no row is left."""
+    if outcome.used == 0:
+        reasons = "; ".join(f"{reason}: {places(file.unit, found)}" for reason, found in outcome.dropped.items())
+        raise DataError(Problem(file.path, f"no example with an answer is left (0 of {outcome.read}; {reasons})"))
     over = f"longer than data.max_length={max_length} tokens"
-    if cut:
-        report.append(f"{path}: {len(cut)} of {len(rows)} rows {over}: the prompt is cut ({line_list(cut)})")
-    if too_long:
-        report.append(
-            f"{path}: {len(too_long)} of {len(rows)} rows {over} by their answer: dropped ({line_list(too_long)})"
-        )
-    if not examples:
+    if len(too_long) == outcome.used:
         raise DataError(
-            Problem(path, f"all {len(rows)} rows are {over} by their answer", "raise data.max_length, or shorten them")
+            Problem(
+                file.path,
+                f"all {outcome.used} rows are {over} by their answer",
+                "raise data.max_length, or shorten them",
+            )
         )
-    return examples
+    lines = [f"{outcome.report(file.path)}; sha256 {file.sha256[:12]}"]
+    for reason, found in cut.items():
+        where = places(file.unit, found)
+        lines.append(f"{file.path}: {len(found)} of {outcome.used} rows {over}: {reason} ({where})")
+    if too_long:
+        where = places(file.unit, too_long)
+        lines.append(f"{file.path}: {len(too_long)} of {outcome.used} rows {over} by their answer: dropped ({where})")
+    return lines
 
 
-def _example(row: Row, prompt: str, renderer: Renderer) -> Example:
-    question: list[Message] = [{"role": "user", "content": prompt}]
-    ids, supervised = renderer.train([*question, {"role": "assistant", "content": row.answer}])
-    assert len(ids) == len(supervised), "the chat template gives one flag for each id"
-    labels = [token if learned else IGNORED for token, learned in zip(ids, supervised, strict=True)]
-    example = Example(ids, labels, renderer.prompt(question), prompt, row.answer, row.line)
-    assert example.supervised_tokens > 0, f"line {row.line}: the chat template leaves nothing of the answer to learn"
-    return example
+@contextmanager
+def _progress(path: str, size: int, processes: int) -> Iterator[Any]:
+    """A count of rows on a terminal while a large file is prepared; a line before and after it elsewhere."""
+    if size < workers.LARGE_BYTES:
+        yield lambda rows: None
+        return
+    started = time.perf_counter()
+    what = f"preparing {path} ({size / 1e6:.0f} MB, {processes} process{'es' if processes > 1 else ''})"
+    print(what, file=sys.stderr, flush=True)
+    done = 0
 
+    def advance(rows: int) -> None:
+        nonlocal done
+        done = rows
+        if sys.stderr.isatty():
+            speed = rows / (time.perf_counter() - started)
+            print(f"\r  {rows:,} rows, {speed:,.0f} rows/s", end="", file=sys.stderr, flush=True)
 
-def _cut(row: Row, max_length: int, renderer: Renderer) -> Example | None:
-    """Cut characters out of the middle of the prompt until the row fits: the task stands at its start or its end.
-
-    The answer and its end token stay whole. None where too little of the prompt would be left.
-    """
-    best: Example | None = None
-    low, high = SHORTEST_PROMPT, len(row.prompt) - len(CUT) - 1
-    # Binary search over the characters kept. The number of tokens is not strictly monotone in it (a cut can split a
-    # merge), so each candidate that is taken was itself measured.
-    while low <= high:
-        keep = (low + high) // 2
-        head = (keep + 1) // 2
-        candidate = _example(row, row.prompt[:head] + CUT + row.prompt[len(row.prompt) - (keep - head) :], renderer)
-        if len(candidate.input_ids) <= max_length:
-            best, low = candidate, keep + 1
-        else:
-            high = keep - 1
-    return best
+    yield advance
+    seconds = time.perf_counter() - started
+    print(f"\r  {done:,} rows in {seconds:.0f} s, {done / seconds:,.0f} rows/s", file=sys.stderr, flush=True)

@@ -1,209 +1,288 @@
-"""Rows of question and answer out of data files: which column is which, what is dropped, and why."""
+"""Rows of conversation out of records: what is used, what is dropped and why. Every row is accounted for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from glmexp.config.errors import DataError, Problem
-from glmexp.config.schema import Columns
-from glmexp.data.files import JsonFile, Record, json_type, parse_file, raise_all
-
-KNOWN_COLUMNS: tuple[tuple[str, str | None, str], ...] = (
-    ("instruction", "input", "output"),
-    ("prompt", None, "response"),
-    ("prompt", None, "answer"),
-    ("prompt", None, "completion"),
-    ("question", None, "answer"),
-    ("query", None, "response"),
-    ("query", None, "answer"),
-    ("content", None, "summary"),
-    ("instruction", "input", "response"),
-)
-"""(prompt, input, answer) as public instruction sets name them, most usual first."""
+from glmexp.config.errors import Problem
+from glmexp.data.files import DataFile, Fault, Record, json_type
+from glmexp.data.forms import Form, Forms
+from glmexp.data.template import Message
+from glmexp.data.turns import TurnError, read_history, read_turns, repair, text_of, unpacked
 
 EMPTY_ANSWER = "empty answer"
 EMPTY_PROMPT = "empty prompt"
-SHOWN_LINES = 10
+SHOWN_PLACES = 10
+HISTORY_GAPS = "history pairs without text: left out"
+QUESTION_TEXTS = {
+    "cmrc2018": "阅读下面的短文，用短文中的原话回答问题。\n\n{context}\n\n问题：{question}",
+    "squad": "Read the text and answer the question with words from it.\n\n{context}\n\nQuestion: {question}",
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question and its answer, as text, and the line of the file it stands on."""
+    """One conversation that ends with the answer to learn."""
 
-    prompt: str
-    answer: str
+    messages: list[Message]
     line: int
+    """Line of the file it begins on; in tables without lines the number of the row."""
+    label: str
+    """The place as messages name it."""
+    id: str | None = None
+    answers: tuple[str, ...] = ()
+    """All accepted answers, where the file gives several."""
 
 
-@dataclass(frozen=True)
-class ReadResult:
-    """What a file held. ``read`` is the number of rows in ``rows`` and ``dropped`` together."""
+@dataclass
+class Outcome:
+    """What became of some records. ``read`` is the number of used and dropped rows together."""
 
-    path: str
-    sha256: str
-    read: int
-    rows: list[Row]
-    dropped: dict[str, list[int]]
-    """Reason -> line numbers."""
-    columns: Columns
-    """The names that were used; ``input`` stays null where there is none."""
-    unused: list[str]
-    """Columns of the file that were not read."""
+    unit: str
+    read: int = 0
+    used: int = 0
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> places."""
+    repaired: dict[str, list[str]] = field(default_factory=dict)
+    """What was done to used rows -> places."""
+    problems: list[Problem] = field(default_factory=list)
+    forms: dict[str, int] = field(default_factory=dict)
+    """Form in words -> rows."""
+    names: dict[str, None] = field(default_factory=dict)
+    """Columns in order of first appearance."""
+    taken: dict[str, None] = field(default_factory=dict)
+    """Columns that were read."""
 
-    def report(self) -> str:
-        """One line: read, used, dropped with the lines, columns, fingerprint."""
-        names = [self.columns.prompt, self.columns.input, self.columns.answer]
-        parts = [counts(self.path, self.read, len(self.rows), self.dropped)]
-        parts.append("columns " + ", ".join(name for name in names if name))
-        if self.unused:
-            parts.append("not used: " + ", ".join(self.unused))
-        parts.append(f"sha256 {self.sha256[:12]}")
+    def add(self, other: Outcome) -> None:
+        """Count the other's rows in as well."""
+        self.read += other.read
+        self.used += other.used
+        self.problems += other.problems
+        self.names |= other.names
+        self.taken |= other.taken
+        for form, count in other.forms.items():
+            self.forms[form] = self.forms.get(form, 0) + count
+        for mine, more in ((self.dropped, other.dropped), (self.repaired, other.repaired)):
+            for reason, places in more.items():
+                mine.setdefault(reason, []).extend(places)
+
+    def drop(self, reason: str, place: str) -> None:
+        """Count a row that is not used."""
+        self.dropped.setdefault(reason, []).append(place)
+
+    def report(self, path: str) -> str:
+        """``FILE: 6 rows read, 2 used, 4 dropped (empty answer: lines 2, 3, 4, 5); alpaca (instruction, output)``."""
+        gone = sum(map(len, self.dropped.values()))
+        assert self.used + gone == self.read, f"{path}: {self.used} used and {gone} dropped are not {self.read} read"
+        text = f"{path}: {self.read} {'row' if self.read == 1 else 'rows'} read, {self.used} used, {gone} dropped"
+        reasons = [f"{reason}: {places(self.unit, found)}" for reason, found in self.dropped.items()]
+        parts = [f"{text} ({'; '.join(reasons)})" if reasons else text]
+        parts += [f"{reason} ({places(self.unit, found)})" for reason, found in self.repaired.items()]
+        if len(self.forms) == 1:
+            parts += list(self.forms)
+        else:
+            parts.append("forms: " + ", ".join(f"{count} rows {form}" for form, count in self.forms.items()))
+        unused = [name for name in self.names if name not in self.taken]
+        if unused:
+            parts.append("not used: " + ", ".join(unused))
         return "; ".join(parts)
 
 
-def counts(path: str, read: int, used: int, dropped: dict[str, list[int]]) -> str:
-    """``FILE: 6 rows read, 2 used, 4 dropped (empty answer: lines 2, 3, 4, 5)``."""
-    gone = sum(len(lines) for lines in dropped.values())
-    assert used + gone == read, f"{path}: {used} rows used and {gone} dropped are not the {read} read"
-    text = f"{path}: {read} {'row' if read == 1 else 'rows'} read, {used} used, {gone} dropped"
-    reasons = [f"{reason}: {line_list(lines)}" for reason, lines in dropped.items() if lines]
-    return f"{text} ({'; '.join(reasons)})" if reasons else text
-
-
-def line_list(lines: list[int]) -> str:
+def places(unit: str, found: list[str]) -> str:
     """``line 3`` or ``lines 3, 5 and 40 more``."""
-    shown = ", ".join(str(line) for line in lines[:SHOWN_LINES])
-    more = f" and {len(lines) - SHOWN_LINES} more" if len(lines) > SHOWN_LINES else ""
-    return f"{'line' if len(lines) == 1 else 'lines'} {shown}{more}"
+    shown = ", ".join(found[:SHOWN_PLACES])
+    more = f" and {len(found) - SHOWN_PLACES} more" if len(found) > SHOWN_PLACES else ""
+    return f"{unit if len(found) == 1 else f'{unit}s'} {shown}{more}"
 
 
-def read_rows(path: str, columns: Columns) -> ReadResult:
-    """Read a JSON array or JSON lines file of single questions and answers.
-
-    ``columns`` names the columns; null ones are found from the first row. Rows without an answer (null, empty, blank
-    or missing) or without a question are dropped and counted. Raises DataError with all problems of the file.
-    """
-    file = parse_file(path)
-    _check_objects(file)
-    found = _resolve_columns(file, columns)
+def read_records(
+    file: DataFile, records: Iterable[Record | Fault], forms: Forms, on_error: Literal["error", "skip"]
+) -> tuple[list[Row], Outcome]:
+    """Rows of some records of a file and what became of the others."""
+    outcome = Outcome(file.unit)
     rows: list[Row] = []
-    dropped: dict[str, list[int]] = {}
-    problems: list[Problem] = []
-    for record in file.records:
-        row = _row(file, record, found, problems)
-        if isinstance(row, Row):
-            rows.append(row)
-        elif row is not None:
-            dropped.setdefault(row, []).append(record.line)
-    raise_all(file.path, problems)
-    read = len(file.records)
-    if not rows:
-        reasons = "; ".join(f"{reason}: {line_list(lines)}" for reason, lines in dropped.items())
-        raise DataError(Problem(file.path, f"no example with an answer is left (0 of {read}; {reasons})"))
-    used = {found.prompt, found.input, found.answer}
-    unused = [name for name in _names(file.records) if name not in used]
-    return ReadResult(file.path, file.sha256, read, rows, dropped, found, unused)
-
-
-def _check_objects(file: JsonFile) -> None:
-    problems = [
-        Problem(f"{file.path}:{record.line}", f"a row must be a JSON object, found {json_type(record.value)}")
-        for record in file.records
-        if not isinstance(record.value, dict)
-    ]
-    raise_all(file.path, problems)
-
-
-def _names(records: Iterable[Record]) -> list[str]:
-    """Column names in order of first appearance."""
-    seen: dict[str, None] = {}
     for record in records:
-        seen.update(dict.fromkeys(record.value))
-    return list(seen)
-
-
-def _resolve_columns(file: JsonFile, wanted: Columns) -> Columns:
-    names = _names(file.records)
-    problems = [
-        Problem(
-            f"data.columns.{key}",
-            f"{name!r} is not a column of {file.path}: its columns are {', '.join(names) or '(none)'}",
-            f"set data.columns.{key} to one of them" + (", or to null if there is none" if key == "input" else ""),
-        )
-        for key, name in (("prompt", wanted.prompt), ("input", wanted.input), ("answer", wanted.answer))
-        if name is not None and name not in names
-    ]
-    raise_all(file.path, problems)
-    # The first row decides. Where a column is left out of it, the columns of the whole file do.
-    found = _match(list(file.records[0].value), names, wanted) or _match(names, names, wanted)
-    if found is None:
-        missing = [key for key in ("prompt", "answer") if getattr(wanted, key) is None]
-        raise DataError(
-            Problem(
-                file.path,
-                f"cannot tell the question and the answer among its columns {', '.join(names) or '(none)'}",
-                f"set {' and '.join(f'data.columns.{key}' for key in missing)}",
-            )
-        )
-    return found
-
-
-def _match(names: list[str], everywhere: list[str], wanted: Columns) -> Columns | None:
-    if wanted.prompt is not None and wanted.answer is not None:
-        return wanted
-    for prompt, extra, answer in KNOWN_COLUMNS:
-        question = prompt if wanted.prompt is None else wanted.prompt
-        reply = answer if wanted.answer is None else wanted.answer
-        if question == reply or question not in names or reply not in names:
+        if isinstance(record, Fault):
+            reject(file, outcome, record, str(record.line), on_error)
             continue
-        # The further material belongs to its own pair: with a named prompt it is only used when it is named too.
-        material = extra if wanted.prompt is None and extra in everywhere else None
-        return Columns(prompt=question, input=wanted.input or material, answer=reply)
-    return None
+        for row in _rows(file, record, forms, outcome, on_error):
+            rows.append(row)
+            outcome.used += 1
+            outcome.read += 1
+    return rows, outcome
 
 
-def _row(file: JsonFile, record: Record, columns: Columns, problems: list[Problem]) -> Row | str | None:
-    """The row, or why it is dropped, or None after adding to ``problems``."""
-    where = f"{file.path}:{record.line}"
-    assert columns.prompt is not None, "columns are resolved before rows are read"
-    assert columns.answer is not None, "columns are resolved before rows are read"
-    if columns.prompt not in record.value:
-        first = file.records[0]
-        problems.append(
-            Problem(
-                where,
-                f"the row has no {columns.prompt!r}: its columns are {', '.join(record.value) or '(none)'}, "
-                f"those of line {first.line} are {', '.join(first.value)}",
-                "put rows of different forms into files of their own",
-            )
-        )
-        return None
-    before = len(problems)
-    prompt = _text(where, record.value, columns.prompt, problems)
-    extra = _text(where, record.value, columns.input, problems) if columns.input else ""
-    answer = _text(where, record.value, columns.answer, problems)
-    if len(problems) > before:
-        return None
-    if not answer.strip():
-        return EMPTY_ANSWER
-    question = "\n".join(part for part in (prompt, extra) if part.strip())
-    return Row(question, answer, record.line) if question else EMPTY_PROMPT
+def reject(file: DataFile, outcome: Outcome, fault: Fault, label: str, on_error: str) -> None:
+    """A row that is an error, or left out and counted where the user said so."""
+    outcome.read += 1
+    if on_error == "skip":
+        outcome.drop(f"skipped, {fault.reason}", label)
+        return
+    where = f"{file.path}:{fault.line}" if file.unit != "row" else f"{file.path}: row {fault.line}"
+    outcome.problems.append(Problem(where, fault.reason, fault.fix))
+    outcome.drop(fault.reason, label)
 
 
-def _text(where: str, values: dict[str, Any], column: str, problems: list[Problem]) -> str:
-    value = values.get(column)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        fix = "write it as text in double quotes"
-        problems.append(Problem(where, f"{column!r} must be text, found {json_type(value)}", fix))
-        return ""
+def _rows(file: DataFile, record: Record, forms: Forms, outcome: Outcome, on_error: str) -> Iterator[Row]:
+    """The usable rows of one record; the others are counted."""
+    label = _label(file, record)
+    if not isinstance(record.value, dict):
+        reason = f"a row must be a JSON object, found {json_type(record.value)}"
+        reject(file, outcome, Fault(record.line, reason), label, on_error)
+        return
+    outcome.names |= dict.fromkeys(record.value)
+    form = forms.of(record.value)
+    if form is None:
+        reject(file, outcome, Fault(record.line, _other_form(record.value, forms), _SPLIT), label, on_error)
+        return
+    if form.format in QUESTION_TEXTS:
+        yield from _questions(file, record, form, outcome, on_error)
+        return
+    outcome.taken |= dict.fromkeys(form.names())
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        broken = f"{column!r} holds half of a character (\\u{ord(value[error.start]):04x} at {error.start})"
-        problems.append(Problem(where, broken, "write the character itself, or both halves of its \\u escape"))
-        return ""
-    return value
+        messages, repairs = _conversation(record.value, form)
+    except TurnError as error:
+        if error.drops:
+            outcome.read += 1
+            outcome.drop(error.reason, label)
+        else:
+            reject(file, outcome, Fault(record.line, error.reason, error.fix), label, on_error)
+        return
+    for done in repairs:
+        outcome.repaired.setdefault(done, []).append(label)
+    _count_form(outcome, form)
+    yield Row(messages, record.line, label, _id(record.value))
+
+
+_SPLIT = "put rows of different forms into files of their own, or leave data.format and data.columns to be found"
+
+
+def _other_form(value: dict[str, Any], forms: Forms) -> str:
+    first = forms.fixed or forms.seen[0]
+    wanted = first.columns.prompt or first.columns.messages or "question"
+    found = ", ".join(value) or "(none)"
+    return f"the row has no {wanted!r}: its columns are {found}, and {first} is expected"
+
+
+def _count_form(outcome: Outcome, form: Form) -> None:
+    outcome.forms[str(form)] = outcome.forms.get(str(form), 0) + 1
+
+
+def _id(value: dict[str, Any]) -> str | None:
+    found = value.get("id")
+    return str(found) if isinstance(found, str | int) else None
+
+
+def _label(file: DataFile, record: Record) -> str:
+    if file.unit != "record":
+        return str(record.line)
+    name = _id(record.value) if isinstance(record.value, dict) else None
+    return f"{record.number} ({name}, line {record.line})" if name else f"{record.number} (line {record.line})"
+
+
+def _conversation(value: dict[str, Any], form: Form) -> tuple[list[Message], list[str]]:
+    """Messages of a row, and what was repaired. Raises TurnError."""
+    columns = form.columns
+    system = text_of(value[columns.system], f"{columns.system!r}") if columns.system else ""
+    head: list[Message] = [{"role": "system", "content": system}] if system.strip() else []
+    if columns.messages is None:
+        messages, repairs = _pair(value, form)
+        return [*head, *messages], repairs
+    keys = ("from", "value") if form.format == "sharegpt" else ("role", "content")
+    turns = read_turns(value.get(columns.messages), columns.messages, *keys)
+    if head and turns and turns[0]["role"] == "system":
+        head = [{"role": "system", "content": f"{system}\n{turns[0]['content']}"}]
+        turns = turns[1:]
+    tools = unpacked(value[columns.tools]) if columns.tools else None
+    if tools:
+        if not isinstance(tools, list):
+            raise TurnError(f"{columns.tools!r} must be a list of tools, found {json_type(tools)}")
+        first = head or [turn for turn in turns[:1] if turn["role"] == "system"]
+        text = first[0]["content"] if first else ""
+        turns = turns if head or not first else turns[1:]
+        head = [{"role": "system", "content": text, "tools": tools}]
+    return repair([*head, *turns])
+
+
+def _pair(value: dict[str, Any], form: Form) -> tuple[list[Message], list[str]]:
+    """A question and its answer, with earlier turns."""
+    columns = form.columns
+    assert columns.prompt is not None, "a form of pairs has a prompt"
+    assert columns.answer is not None, "a form of pairs has an answer"
+    prompt = text_of(value.get(columns.prompt), f"{columns.prompt!r}")
+    extra = text_of(value.get(columns.input), f"{columns.input!r}") if columns.input else ""
+    answer = text_of(value.get(columns.answer), f"{columns.answer!r}")
+    history, gaps = read_history(value[columns.history], columns.history) if columns.history else ([], False)
+    if not answer.strip():
+        raise TurnError(EMPTY_ANSWER, drops=True)
+    question = "\n".join(part for part in (prompt, extra) if part.strip())
+    if not question:
+        raise TurnError(EMPTY_PROMPT, drops=True)
+    messages: list[Message] = [
+        *history,
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    if history:
+        messages, repairs = repair(messages)
+    else:
+        repairs = []
+    return messages, [HISTORY_GAPS, *repairs] if gaps else repairs
+
+
+def _questions(file: DataFile, record: Record, form: Form, outcome: Outcome, on_error: str) -> Iterator[Row]:
+    """Rows of reading comprehension: one a question, with the first answer to learn and all answers to score by."""
+    outcome.taken |= dict.fromkeys(record.value)
+    try:
+        found = list(question_rows(record.value))
+    except TurnError as error:
+        reject(file, outcome, Fault(record.line, error.reason, error.fix), _label(file, record), on_error)
+        return
+    for number, (name, context, question, answers) in enumerate(found, start=1):
+        label = name or f"{_label(file, record)} question {number}"
+        if not answers:
+            outcome.read += 1
+            outcome.drop("no answer in the text", label)
+            continue
+        _count_form(outcome, form)
+        text = QUESTION_TEXTS[form.format].format(context=context, question=question)
+        turns: list[Message] = [{"role": "user", "content": text}, {"role": "assistant", "content": answers[0]}]
+        yield Row(turns, record.line, label, name, tuple(answers))
+
+
+Question = tuple[str | None, str, str, list[str]]
+"""(id, context, question, answers)"""
+
+
+def question_rows(value: dict[str, Any]) -> Iterator[Question]:
+    """Questions of a SQuAD or CMRC 2018 file, of a part of one, or of a flat row. Raises TurnError."""
+    for key in ("data", "paragraphs"):
+        if isinstance(value.get(key), list):
+            for part in value[key]:
+                if not isinstance(part, dict):
+                    raise TurnError(f"{key!r} must be a list of objects, found {json_type(part)}")
+                yield from question_rows(part)
+            return
+    context = text_of(value.get("context", value.get("context_text")), "'context'")
+    questions = value.get("qas", [value])
+    if not isinstance(questions, list) or not all(isinstance(one, dict) for one in questions):
+        raise TurnError("'qas' must be a list of objects")
+    for one in questions:
+        name = one.get("id", one.get("query_id"))
+        question = text_of(one.get("question", one.get("query_text")), "'question'")
+        if not context.strip() or not question.strip():
+            raise TurnError(f"{'context' if question.strip() else 'question'!r} is empty (question {name})")
+        yield (None if name is None else str(name)), context, question, _answers(one)
+
+
+def _answers(one: dict[str, Any]) -> list[str]:
+    if one.get("is_impossible") is True:
+        return []
+    found = one.get("answers", one.get("answer"))
+    if isinstance(found, dict):
+        found = found.get("text", [])
+    texts = [part.get("text") if isinstance(part, dict) else part for part in found or []]
+    words = [text_of(text, "an answer") for text in texts]
+    return list(dict.fromkeys(word for word in words if word.strip()))

@@ -84,7 +84,7 @@ def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
 
     engine.eval()
     faults = proof.changes(engine.module, start, method, total)
-    proof.write_probe(engine, [example.input_ids for example in data.train], here.folder)
+    proof.write_probe(engine, data.train.shortest(2), here.folder)
     artifact.write(engine, config, method, tokenizer, here.folder)
     engine.destroy()
     return (faults, evaluation, done, total) if here.screen.active else None

@@ -7,11 +7,10 @@ import pytest
 
 from glmexp.config.errors import DataError
 from glmexp.config.schema import Columns
-from glmexp.data.readers import read_rows
 
-from .fakes import ANY
+from .fakes import ANY, named, pairs, read_rows
 
-ALPACA = Columns(prompt="instruction", input="input", answer="output")
+ALPACA = named(prompt="instruction", input="input", answer="output")
 
 
 def write(folder: Path, text: str | bytes, name: str = "rows.jsonl") -> str:
@@ -24,9 +23,9 @@ def lines(*rows: object) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def refuse(path: str, columns: Columns = ANY) -> str:
+def refuse(path: str, columns: Columns = ANY, **settings: object) -> str:
     with pytest.raises(DataError) as caught:
-        read_rows(path, columns)
+        read_rows(path, columns, **settings)
     return caught.value.report()
 
 
@@ -40,8 +39,7 @@ def test_one_file_in_every_form_gives_the_same_rows(tmp_path: Path, mark: bytes,
     )
     result = read_rows(write(tmp_path, mark + text.replace("\n", end).encode()), ANY)
     assert [(row.prompt, row.answer) for row in result.rows] == [("一\u2028二\u0085", "甲\n乙"), ("三", "丙")]
-    assert (result.columns.prompt, result.columns.answer) == ("prompt", "response")
-    assert result.read == 2
+    assert ": 2 rows read, 2 used, 0 dropped; adgen (prompt, response); sha256 " in result.report[0]
 
 
 def test_rows_of_an_array_know_the_line_they_begin_on(tmp_path: Path) -> None:
@@ -64,7 +62,7 @@ def test_rows_of_an_array_know_the_line_they_begin_on(tmp_path: Path) -> None:
 def test_usual_columns_are_found(tmp_path: Path, prompt: str, answer: str) -> None:
     result = read_rows(write(tmp_path, lines({prompt: "q", answer: "a", "extra": 1})), ANY)
     assert [(row.prompt, row.answer) for row in result.rows] == [("q", "a")]
-    assert result.unused == ["extra"]
+    assert "; not used: extra; " in result.report[0]
 
 
 def test_further_material_stands_below_the_instruction(tmp_path: Path) -> None:
@@ -79,13 +77,13 @@ def test_further_material_stands_below_the_instruction(tmp_path: Path) -> None:
 
 def test_one_named_column_is_enough(tmp_path: Path) -> None:
     path = write(tmp_path, lines({"ask": "q", "output": "a", "prompt": "not this"}))
-    result = read_rows(path, Columns(prompt="ask", input=None, answer=None))
+    result = read_rows(path, named(prompt="ask"))
     assert [(row.prompt, row.answer) for row in result.rows] == [("q", "a")]
 
 
 def test_named_columns_that_are_missing_list_those_found(tmp_path: Path) -> None:
     path = write(tmp_path, lines({"prompt": "q", "response": "a"}))
-    assert refuse(path, Columns(prompt="content", input=None, answer="summary")) == (
+    assert refuse(path, named(prompt="content", answer="summary")) == (
         "2 data errors:\n"
         f"  data.columns.prompt: 'content' is not a column of {path}: its columns are prompt, response\n"
         "    -> set data.columns.prompt to one of them\n"
@@ -116,9 +114,9 @@ def test_empty_answers_are_dropped_and_counted_with_their_lines(tmp_path: Path) 
     path = write(tmp_path, lines(*rows))
     result = read_rows(path, ALPACA)
     assert [row.line for row in result.rows] == [1, 7]
-    assert result.report().startswith(
+    assert result.report[0].startswith(
         f"{path}: 7 rows read, 2 used, 5 dropped (empty answer: lines 2, 3, 4, 5; empty prompt: line 6); "
-        "columns instruction, input, output; sha256 "
+        "adgen (instruction, input, output); sha256 "
     )
 
 
@@ -168,17 +166,33 @@ def test_a_broken_array_is_named_with_its_line(tmp_path: Path, text: str, line: 
     assert f"{path}:{line}: broken JSON: " in refuse(path)
 
 
-def test_one_object_over_several_lines_is_explained(tmp_path: Path) -> None:
+def test_rows_inside_one_object_are_found(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"data": [{"prompt": "q", "response": "a"}]}, indent=1), "rows.json")
-    assert f"{path}: the file is one JSON object over several lines" in refuse(path)
+    assert pairs(read_rows(path)) == [("q", "a")]
 
 
-def test_rows_of_another_form_are_named_with_both_sets_of_columns(tmp_path: Path) -> None:
-    path = write(tmp_path, lines({"instruction": "q", "output": "a"}, {"prompt": "q", "response": "a"}))
+def test_rows_of_several_forms_are_each_read_in_their_own(tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "1", "output": "a"},
+        {"messages": [{"role": "user", "content": "2"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "3", "response": "c"},
+        {"conversations": [{"from": "human", "value": "4"}, {"from": "gpt", "value": "d"}]},
+    ]
+    read = read_rows(write(tmp_path, lines(*rows)))
+    assert pairs(read) == [("1", "a"), ("2", "b"), ("3", "c"), ("4", "d")]
     assert (
-        f"{path}:2: the row has no 'instruction': its columns are prompt, response, "
-        "those of line 1 are instruction, output\n    -> put rows of different forms into files of their own"
-    ) in refuse(path)
+        "forms: 1 rows alpaca (instruction, output), 1 rows messages (messages), 1 rows adgen (prompt, response), "
+        "1 rows sharegpt (conversations)"
+    ) in read.report[0]
+
+
+def test_with_a_chosen_form_rows_of_another_one_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, lines({"instruction": "q", "output": "a"}, {"prompt": "q", "response": "a"}))
+    assert refuse(path, format="alpaca") == (
+        f"data error:\n  {path}:2: the row has no 'instruction': its columns are prompt, response, "
+        "and alpaca (instruction, input, output, system, history) is expected\n    -> put rows of different forms into "
+        "files of their own, or leave data.format and data.columns to be found"
+    )
 
 
 def test_text_that_is_not_utf8_is_named_with_its_place(tmp_path: Path) -> None:
