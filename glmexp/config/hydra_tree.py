@@ -97,6 +97,8 @@ class Tree:
     origins: dict[str, Origin]
     choices: dict[str, Any]
     """Group to chosen option."""
+    in_files: frozenset[str] = frozenset()
+    """Dotted keys that some file sets, whether or not the command line replaces their values."""
     params: dict[str, Any] = field(default_factory=dict)
     """``hydra.sweeper.params``: the grid that a study brings."""
     sweep: Any = None
@@ -224,7 +226,7 @@ def compose(hydra: Hydra, handed: Sequence[str], given: Iterable[Given], mode: R
         for key in flatten({one.key: value}):
             origins[key] = typed
     choices = dict(config.hydra.runtime.choices)
-    tree = Tree({}, origins, choices)
+    tree = Tree({}, origins, choices, in_files=frozenset(loader.origins))
     for name in map(str, config):
         if name != "hydra":
             tree.values[name] = _plain(config, name, name, tree)
