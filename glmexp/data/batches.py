@@ -7,8 +7,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from glmexp.data.store import Example
 
+GROUPED_STEPS = 50
+"""Steps whose rows are sorted by length together: enough for similar rows, few enough that the order stays random."""
 Places = list[int | None]
 """Row indices of a micro batch; None is a blank place, which counts nothing."""
 
@@ -29,6 +33,8 @@ class StepPlan:
     rank: int
     seed: int
     shuffle: bool
+    lengths: np.ndarray | None = None
+    """Tokens of each row: rows of similar length are put into the same step. None: lengths do not matter."""
     _order: tuple[int, list[int]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,13 +79,29 @@ class StepPlan:
 
     def order(self, epoch: int) -> list[int]:
         """Rows in the order of this epoch; the file's order without shuffling."""
-        if not self.shuffle:
+        if not self.shuffle and self.lengths is None:
             return list(range(self.rows))
         if self._order is None or self._order[0] != epoch:
             rows = list(range(self.rows))
-            random.Random(f"order {self.seed} {epoch}").shuffle(rows)
+            chance = random.Random(f"order {self.seed} {epoch}")
+            if self.shuffle:
+                chance.shuffle(rows)
+            if self.lengths is not None:
+                rows = self._grouped(rows, self.lengths, chance)
             self._order = (epoch, rows)
         return self._order[1]
+
+    def _grouped(self, rows: list[int], lengths: np.ndarray, chance: random.Random) -> list[int]:
+        """Sort within windows of many steps, then mix the steps; the last, short step stays the last."""
+        window = GROUPED_STEPS * self.batch_size
+        order: list[int] = []
+        for start in range(0, len(rows), window):
+            order += sorted(rows[start : start + window], key=lambda row: -int(lengths[row]))
+        steps = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        last = [steps.pop()] if len(steps[-1]) < self.batch_size else []
+        if self.shuffle:
+            chance.shuffle(steps)
+        return [row for step in [*steps, *last] for row in step]
 
     def report(self) -> str:
         """``5 rows, 2 steps an epoch; the last step of an epoch has 1 of 4 rows; no row is repeated or left out``."""

@@ -267,8 +267,8 @@ def json_object(file: DataFile) -> Iterator[Record | Fault]:
     """A file that is one JSON object: the rows that it wraps, or itself (SQuAD)."""
     value = json.loads(whole_text(file))
     rows = value.get("data") if isinstance(value, dict) else None
-    wrapped = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    if wrapped and not any("paragraphs" in row or "qas" in row for row in rows):
+    plain = isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
+    if isinstance(rows, list) and plain and not any("paragraphs" in row or "qas" in row for row in rows):
         yield from (Record(1, row, number) for number, row in enumerate(rows, start=1))
     else:
         yield Record(1, value, 1)

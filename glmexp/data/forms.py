@@ -30,8 +30,12 @@ DEFAULTS: dict[str, Columns] = {
     "cmrc2018": Columns(None, None, None, None, None, None, None),
     "squad": Columns(None, None, None, None, None, None, None),
 }
-NEEDED = {"alpaca": ("prompt", "answer"), "adgen": ("prompt", "answer")}
-NEEDED |= {"sharegpt": ("messages",), "messages": ("messages",)}
+NEEDED: dict[str, tuple[str, ...]] = {
+    "alpaca": ("prompt", "answer"),
+    "adgen": ("prompt", "answer"),
+    "sharegpt": ("messages",),
+    "messages": ("messages",),
+}
 QUESTIONS = ("data", "paragraphs", "qas", "answers")
 """Keys of which one is in every row of a reading comprehension set."""
 

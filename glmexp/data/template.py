@@ -48,6 +48,3 @@ class Renderer(Protocol):
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the conversation up to where the assistant's answer begins."""
-
-    def token_text(self, index: int) -> str:
-        """One token, for inspection."""

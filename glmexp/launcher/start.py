@@ -23,7 +23,7 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
     run_folder = folder.make(config)
     if config.launcher.name == "env":
         return _lead(config, run_folder, run_rank)
-    if config.launcher.name == "inprocess":
+    if config.launcher.name == "inprocess" or config.entry.name == "inspect":  # no network, no other ranks
         return _in_process(config, run_folder, run_rank)
     return _local(config, run_folder)
 

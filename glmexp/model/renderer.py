@@ -51,12 +51,25 @@ class ChatGLMRenderer:
         """Text of generated ids up to the first stop token."""
         return chat.answer_text(self.tokenizer, ids)
 
+    def is_special(self, index: int) -> bool:
+        """Whether the token is a mark of the template and no text."""
+        if self.release == "chatglm":
+            marks = (self.tokenizer.gmask_token_id, *self.tokenizer.all_special_ids)
+            return index in marks
+        return index in (self.tokenizer.eos_token_id, self.pad_id, *self.tokenizer.command_names)
+
     def token_text(self, index: int) -> str:
         """One token as it stands in the vocabulary, for inspection."""
         if self.release != "chatglm":
             special = self.tokenizer.command_names.get(index)
             return special or self.tokenizer.sp_model.id_to_piece(index)
         return str(self.tokenizer.convert_ids_to_tokens(index))
+
+    def sees(self, context: int) -> str:
+        """What sees what in a row whose first ``context`` tokens come before what is learned."""
+        if self.release == "chatglm":
+            return f"the first {context - 1} tokens see each other in both directions, later ones what is before them"
+        return "each token sees itself and what is before it"
 
 
 class TemplateRenderer:
@@ -109,9 +122,17 @@ class TemplateRenderer:
         end = next((place for place, index in enumerate(ids) if index in self.stop_ids), len(ids))
         return str(self.tokenizer.decode(list(ids[:end]), skip_special_tokens=True)).strip()
 
+    def is_special(self, index: int) -> bool:
+        """Whether the token is a mark of the template and no text."""
+        return index in self.tokenizer.all_special_ids
+
     def token_text(self, index: int) -> str:
         """One token as text, for inspection; half a character shows as U+FFFD."""
         return str(self.tokenizer.decode([index]))
+
+    def sees(self, context: int) -> str:
+        """What sees what in a row whose first ``context`` tokens come before what is learned."""
+        return "each token sees itself and what is before it"
 
     def _ids(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         for message in messages:
@@ -121,9 +142,7 @@ class TemplateRenderer:
                 )
         # One call for text and ids would read <|im_end|> in a user's text as the end of the turn.
         marked = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
-        frame = self.tokenizer.apply_chat_template(
-            marked, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        frame = self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=add_generation_prompt)
         ids: list[int] = []
         for place, message in enumerate(messages):
             head, found, frame = frame.partition(_MARK.format(place))
@@ -139,6 +158,26 @@ class TemplateRenderer:
         if not text:
             return []
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+
+
+def shown(template: ChatGLMRenderer | TemplateRenderer, ids: Sequence[int]) -> str:
+    """Text of ids with the marks of the template in it, as far as the vocabulary allows."""
+    words: list[str] = []
+    plain: list[int] = []
+
+    def flush() -> None:
+        if plain:
+            words.append(str(template.tokenizer.decode(plain, skip_special_tokens=False)))
+            plain.clear()
+
+    for index in ids:
+        if template.is_special(index):
+            flush()
+            words.append(template.token_text(index))
+        else:
+            plain.append(index)
+    flush()
+    return "".join(words)
 
 
 _MARK = "\ue000{}\ue001"
