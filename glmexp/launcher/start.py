@@ -62,7 +62,6 @@ def _local(config: RunConfig, run_folder: Path) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        shutdown_timeout=10,
     )
     with rank_environment(config):
         try:
