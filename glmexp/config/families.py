@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from glmexp.config.schema import Family
@@ -19,19 +20,59 @@ class FamilyFacts:
     """LoRA's default target modules."""
     native_prefix: bool
     """The network holds a P-Tuning v2 prefix itself (else PEFT does)."""
+    sizes: Mapping[str, str]
+    """Keys of model.sizes that the family has, each with its key in config.json."""
+    tiny: str
+    """The shipped model of this family: its tokenizer serves networks with random weights."""
 
 
 _GLM_LINEARS = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
-_CHATGLM2 = FamilyFacts("transformer.encoder.layers", _GLM_LINEARS, ("query_key_value",), True)
+_CHATGLM_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "inner_hidden_size",
+    "num_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_positions": "max_sequence_length",
+}
+_CHATGLM2_SIZES = {
+    "vocab_size": "padded_vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "multi_query_group_num",
+    "head_size": "kv_channels",
+    "max_positions": "seq_length",
+}
+_QWEN2_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
+    "tied_embedding": "tie_word_embeddings",
+}
+
+
+def _chatglm2(tiny: str) -> FamilyFacts:
+    return FamilyFacts("transformer.encoder.layers", _GLM_LINEARS, ("query_key_value",), True, _CHATGLM2_SIZES, tiny)
+
 
 FAMILIES: dict[Family, FamilyFacts] = {
-    "chatglm": FamilyFacts("transformer.layers", _GLM_LINEARS, ("query_key_value",), True),
-    "chatglm2": _CHATGLM2,
-    "chatglm3": _CHATGLM2,
+    "chatglm": FamilyFacts(
+        "transformer.layers", _GLM_LINEARS, ("query_key_value",), True, _CHATGLM_SIZES, "tiny_chatglm"
+    ),
+    "chatglm2": _chatglm2("tiny_chatglm2"),
+    "chatglm3": _chatglm2("tiny"),
     "qwen2": FamilyFacts(
         "model.layers",
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         ("q_proj", "k_proj", "v_proj", "o_proj"),
         False,
+        _QWEN2_SIZES,
+        "tiny_qwen2",
     ),
 }

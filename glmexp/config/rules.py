@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from glmexp.config import data_rules
+from glmexp.config import data_rules, model_rules
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.load import UnusableValueError
@@ -103,10 +103,9 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
         if config.eval.hooks and config.data.eval_file is None and config.data.holdout is None:
             hooks = ", ".join(config.eval.hooks)
             found.append(f"eval: no held-out rows, so {hooks} will not run; data.eval_file=FILE or data.holdout=ROWS")
-        if config.train.save_steps is not None and (config.train.max_steps or config.train.save_steps + 1) < (
-            config.train.save_steps
-        ):
-            found.append(f"train.save_steps: {config.train.save_steps} is never reached; no checkpoint will be written")
+        save, last = config.train.save_steps, config.train.max_steps
+        if save is not None and last is not None and save > last:
+            found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
     else:
         unused = sorted(key for key in explicit if key.split(".")[0] in ("train", "optim", "zero", "offload", "gather"))
         unused = [key for key in unused if key != "train.seed"]
@@ -329,9 +328,9 @@ def _launcher(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    path = config.model.path
-    if path is not None and path.startswith(("/", "./", "../", "~")) and not Path(path).expanduser().is_dir():
-        yield Problem("model.path", f"{path} is no folder", "name the folder with the model's config.json")
+    yield from model_rules.path(config.model)
+    yield from model_rules.without_effect(config.model, facts.explicit)
+    yield from model_rules.sizes(config.model, config.data.max_length)
 
 
 def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:

@@ -57,6 +57,30 @@ class ArtifactSection:
 
 
 @dataclass
+class Sizes:
+    """True sizes of a network, used with init=random. Null: the family has no such size."""
+
+    vocab_size: Count | None
+    """Rows of the embedding: at least the tokenizer's ids."""
+    hidden_size: Count | None
+    """Width of the residual stream."""
+    intermediate_size: Count | None
+    """Inner width of the MLP (of one of its two halves, where it has a gate)."""
+    num_layers: Count | None
+    """Transformer blocks."""
+    num_attention_heads: Count | None
+    """Query heads."""
+    num_key_value_heads: Count | None
+    """Key and value heads, each shared by as many query heads (not ChatGLM-6B)."""
+    head_size: Count | None
+    """Width of one head (ChatGLM2 and 3; elsewhere hidden_size / num_attention_heads)."""
+    max_positions: Count | None
+    """Positions that the network was made for, in tokens."""
+    tied_embedding: bool | None
+    """Embedding and output layer are one tensor (a choice in Qwen2 only)."""
+
+
+@dataclass
 class ModelSection:
     """The network and its tokenizer."""
 
@@ -66,8 +90,16 @@ class ModelSection:
     """Decides network, tokenizer, chat template and LoRA's default target modules."""
     path: str | None
     """Local folder, hub name, or builtin:<name> for the models that are shipped."""
+    init: Literal["pretrained", "random"]
+    """random: no weights are read, for dry runs and benchmarks; a small tokenizer where path is no folder."""
+    init_seed: Annotated[int, Bound(low=0)]
+    """Seed of the random weights: the same on every device and for every number of ranks."""
+    sizes: Sizes
+    """Sizes of the network with init=random."""
     attention: Literal["eager", "sdpa"]
     """Attention implementation."""
+    trust_remote_code: bool
+    """Run the Python files of a folder whose network is not known here. Known ones load without them."""
 
 
 @dataclass

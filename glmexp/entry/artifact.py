@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.registry import option
-from glmexp.config.schema import ModelSection, RunConfig
+from glmexp.config.schema import ModelSection, RunConfig, Sizes
 from glmexp.engine import distributed, fingerprint, gather, sharded
 from glmexp.engine.build import DTYPES, frozen, trainable
 from glmexp.method import weight_files
@@ -46,7 +46,7 @@ class Card:
 
     def model_section(self) -> ModelSection:
         """The base model."""
-        return ModelSection(**self.model)
+        return ModelSection(**{**self.model, "sizes": Sizes(**self.model["sizes"])})
 
     def method_settings(self) -> Method:
         """The method with its settings."""
@@ -136,7 +136,7 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, Card]:
     """
     card = read_card(folder)
     if card.gather == "full16":
-        whole = ModelSection(**{**card.model, "path": str(folder)})
+        whole = replace(card.model_section(), path=str(folder), init="pretrained")
         return load_network(whole, dtype).eval(), card
     base = load_network(card.model_section(), dtype)
     method, family = card.method_settings(), FAMILIES[card.model_section().family]

@@ -22,7 +22,7 @@ from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session, session
 from glmexp.launcher.folder import write_json, write_status
-from glmexp.model.build import load_network, load_tokenizer
+from glmexp.model.build import code_report, load_network, load_tokenizer
 from glmexp.model.renderer import renderer
 
 
@@ -61,7 +61,7 @@ def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
     if here.screen.active:
         write_json(here.folder / "ds_config.json", ds_config)
         here.start_tracker()
-        here.screen.lines(data.report)
+        here.screen.lines([*code_report(config.model), *data.report])
         here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
 
     evaluation = Evaluation(

@@ -8,47 +8,112 @@ from typing import TYPE_CHECKING
 import torch
 
 from glmexp.config.errors import ArtifactError, Problem
+from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
+from glmexp.model.random_init import random_network
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _BUILTIN = "builtin:"
+NATIVE = ("chatglm", "qwen2")
+"""Values of config.json's model_type whose networks are known here or to transformers: code in a folder is not run."""
 
 
 def location(model: ModelSection) -> str:
     """Folder or hub name of the checkpoint; ``builtin:<name>`` lies beside this file. Raises ArtifactError."""
     assert model.path is not None, "the rules ask for model.path"
     if model.path.startswith(_BUILTIN):
-        return str(Path(__file__).parent / "tiny" / model.path.removeprefix(_BUILTIN))
+        return _shipped(model.path.removeprefix(_BUILTIN))
     folder = Path(model.path)
     if folder.exists() and not (folder / "config.json").exists():
         raise ArtifactError(Problem("model.path", f"{folder} holds no config.json", "name the folder of a checkpoint"))
     return model.path
 
 
+def tokenizer_location(model: ModelSection) -> str:
+    """Where the tokenizer lies: with init=random and no folder it is the shipped one of the family, without a hub."""
+    named = model.path
+    if model.init == "pretrained" or (
+        named is not None and (named.startswith(_BUILTIN) or Path(named).expanduser().is_dir())
+    ):
+        return location(model)
+    return _shipped(FAMILIES[model.family].tiny)
+
+
+def _shipped(name: str) -> str:
+    return str(Path(__file__).parent / "tiny" / name)
+
+
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer. No code of the checkpoint is run."""
+    """The checkpoint's tokenizer. No code of the checkpoint is run unless model.trust_remote_code says so."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(location(model))
+        if model.init == "random":
+            return AutoTokenizer.from_pretrained(tokenizer_location(model))
+        return AutoTokenizer.from_pretrained(location(model), trust_remote_code=bool(foreign_code(model)))
     except OSError as error:
         raise _unreachable(model, error) from error
 
 
 def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
-    """The checkpoint's network in ``dtype``, on the CPU or partitioned while loading. None of its code is run."""
+    """The network in ``dtype``: the checkpoint's, on the CPU or partitioned while loading; or a random one, on the GPU
+    where there is one. No code of the checkpoint is run unless model.trust_remote_code says so."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if model.init == "random":
+        return random_network(model, load_tokenizer(model), dtype)
     try:
-        config = AutoConfig.from_pretrained(location(model))
-        _check_family(model, config)
+        trusted = bool(foreign_code(model))
+        config = AutoConfig.from_pretrained(location(model), trust_remote_code=trusted)
+        if not trusted:
+            _check_family(model, config)
         return AutoModelForCausalLM.from_pretrained(
-            location(model), config=config, dtype=dtype, attn_implementation=model.attention
+            location(model),
+            config=config,
+            dtype=dtype,
+            attn_implementation=model.attention,
+            trust_remote_code=trusted,
         )
     except OSError as error:
         raise _unreachable(model, error) from error
+
+
+def foreign_code(model: ModelSection) -> list[str]:
+    """The Python files of the checkpoint that loading it runs: none where its network is known here.
+
+    Raises ArtifactError for an unknown network whose code may not be run.
+    """
+    if model.init == "random":
+        return []
+    from transformers import PreTrainedConfig
+
+    content, _ = PreTrainedConfig.get_config_dict(location(model))
+    kind, code = content.get("model_type"), content.get("auto_map")
+    if kind in NATIVE or not code:
+        return []
+    files = sorted({f"{str(place).split('--')[-1].rsplit('.', 1)[0]}.py" for place in code.values()})
+    if model.trust_remote_code:
+        return files
+    raise ArtifactError(
+        Problem(
+            "model.path",
+            f"{model.path} holds a {kind} model, which is not known here, and brings code of its own for it "
+            f"({', '.join(files)}); it was not run",
+            "read that code, then model.trust_remote_code=true runs it; or name a ChatGLM or Qwen2 folder",
+        )
+    )
+
+
+def code_report(model: ModelSection) -> list[str]:
+    """What the start of a run says about model.trust_remote_code, where it is on."""
+    if not model.trust_remote_code or model.init == "random":
+        return []
+    files = foreign_code(model)
+    if files:
+        return [f"model.trust_remote_code=true: code from {model.path} is run ({', '.join(files)})"]
+    return [f"model.trust_remote_code=true without effect: the network of {model.path} is known, no code of it is run"]
 
 
 def _check_family(model: ModelSection, config: object) -> None:

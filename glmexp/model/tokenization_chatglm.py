@@ -138,6 +138,8 @@ class ChatGLM1Tokenizer(PreTrainedTokenizer):
     def _convert_id_to_token(self, index: int) -> str:
         if index < self.num_image_tokens:
             return f"<image_{index}>"
+        if index >= self.vocab_size:  # the model's vocabulary is padded: such an id has no text
+            return ""
         return self.sp_model.id_to_piece(index - self.num_image_tokens)
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:

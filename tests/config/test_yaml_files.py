@@ -20,7 +20,7 @@ EXTRA = {
     ("precision", "fp16"): [],
 }
 STUDIES = "experiments"
-COUNT = 42
+COUNT = 49
 COUNT_OF_STUDIES = 1
 
 
