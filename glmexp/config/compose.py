@@ -12,7 +12,7 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 
-from glmexp.config import ds_file, hydra_tree, rules
+from glmexp.config import ds_file, hydra_tree, inherit, rules
 from glmexp.config.arguments import Arguments, Given, parse, understand
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Groups, Origin, Tree
@@ -117,6 +117,9 @@ class _Composer:
         """Load, check and derive one tree; problems are noted."""
         tree, noted = self.with_deepspeed_file(tree, given, groups)
         _drop_alternatives(tree)
+        saved = inherit.saved_by(tree.values)
+        if saved is not None:
+            noted += inherit.inherit(tree, saved, _explicit(tree), _chosen(tree, given, groups))
         self.problems.extend([*tree.problems, *noted, *_unchosen_hooks(tree)])
         origins = {key: origin.words for key, origin in tree.origins.items()}
         texts = {one.key: one.value_text for one in given if not one.sweeps and one.value_text[:1] not in "'\"[{"}
@@ -128,6 +131,8 @@ class _Composer:
             ranks = self.machine.ranks(config)
         except rules.UnusableValueError:
             ranks = 1
+        if saved is not None and saved.ranks not in (None, ranks):
+            self.problems.append(_other_ranks(saved.ranks, ranks))
         contradictions = rules.check(config, ranks, self.machine.gpus, explicit)
         self.problems.extend(_told([one for one in contradictions if one.where not in wrong], tree))
         if self.problems:
@@ -161,7 +166,8 @@ class _Composer:
             chosen, _ = understand(more, self.hydra.config_loader, multirun=False)
             handed = hydra_tree.canonical([*given, *chosen], groups)[0]
             tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
-        problems = [*raised.problems, *ds_file.lay_over(tree, raised, _explicit(tree), user_set)]
+        own = _explicit(tree)
+        problems = [*raised.problems, *ds_file.lay_over(tree, raised, own | _echoes(tree, own), user_set)]
         self.warnings.extend(one for one in raised.warnings if one not in self.warnings)
         return tree, problems
 
@@ -205,6 +211,8 @@ class _Composer:
             self.problems.append(
                 Problem("hydra.sweeper.params", "a swept option brings a grid of its own", "sweep one study at a time")
             )
+        if isinstance(tree.values.get("train"), dict) and tree.values["train"].get("resume") is not None:
+            self.problems.append(Problem("train.resume", "every trial would go on in one folder", "resume one run"))
         if tree.origins["run.dir"].default is False:
             self.problems.append(Problem("run.dir", "every trial would share it", "hydra.sweep.dir=FOLDER"))
         return self.checked(tree, given, groups)
@@ -244,6 +252,14 @@ def _in_sweep(config: RunConfig, folder: str, number: int, swept: list[str]) -> 
     return config
 
 
+def _other_ranks(saved: int | None, now: int) -> Problem:
+    return Problem(
+        "train.resume",
+        f"the run was saved with {saved} ranks, now {now}: the optimizer states in its checkpoints are split by rank",
+        f"launcher.nproc={saved}, or as many under torchrun",
+    )
+
+
 def _taken(trial: RunConfig) -> Iterator[Problem]:
     if trial.run.dir is not None and (Path(trial.run.dir) / "config.yaml").exists() and not trial.run.overwrite:
         yield Problem("hydra.sweep.dir", f"{trial.run.dir} already holds a run", "choose another folder")
@@ -267,10 +283,9 @@ def _unchosen_hooks(tree: Tree) -> Iterator[Problem]:
         return
     for name in [name for name, settings in hooks.items() if isinstance(settings, dict)]:
         leaves = flatten({name: hooks[name]}, "eval")
-        origins = [tree.origins[key] for key in leaves if key in tree.origins]
         from glmexp.config import registry
 
-        if registry.known("eval", name) and origins and all(o.words == hydra_tree.COMMAND_LINE for o in origins):
+        if registry.known("eval", name) and not tree.in_files.intersection(leaves):
             others = ",".join([*(other for other in hooks if other not in (name, "batch_size")), name])
             del hooks[name]
             yield Problem(next(iter(leaves)), f"the hook {name} is not chosen", f"eval=[{others}]")
@@ -299,18 +314,20 @@ def _chosen(tree: Tree, given: list[Given], groups: Groups) -> dict[str, str]:
 
 def _explicit(tree: Tree) -> frozenset[str]:
     """Keys whose values the user set by themselves, not through the choice of an option."""
-    own = {key for key, origin in tree.origins.items() if not origin.default}
-    echoes = {
-        key for key, text in tree.interpolated.items() if (m := re.fullmatch(r"\$\{([\w.]+)\}", text)) and m[1] in own
-    }
-    return frozenset(own | echoes)
+    return frozenset(key for key, origin in tree.origins.items() if not origin.default)
+
+
+def _echoes(tree: Tree, keys: frozenset[str]) -> frozenset[str]:
+    """Keys that repeat one of ``keys`` (``${method.lr}``)."""
+    found = ((key, re.fullmatch(r"\$\{([\w.]+)\}", text)) for key, text in tree.interpolated.items())
+    return frozenset(key for key, match in found if match is not None and match[1] in keys)
 
 
 def _told(problems: Iterable[Problem], tree: Tree) -> Iterator[Problem]:
     """Rules know only values: add where the value came from, where the user set it."""
     for problem in problems:
         origin: Origin | None = tree.origins.get(problem.where)
-        if origin is None or origin.default:
+        if origin is None or (origin.default and origin.words.startswith("conf/")):
             yield problem
         else:
             yield dataclasses.replace(problem, message=f"{problem.message} (from {origin.words})")

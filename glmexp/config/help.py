@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def overview(words: list[str]) -> str:
     own = folder_of(words)
     for group, comment in _groups():
         options = [*shipped_options()[group], *(path.stem for path in sorted((own or Path()).glob(f"{group}/*.yaml")))]
-        rows.append(f"  {group:<10} {comment:<52} {' '.join(options)}")
+        first = f"  {group:<10} {comment:<52} "
+        rows.append(textwrap.fill(" ".join(options), 119, initial_indent=first, subsequent_indent=" " * len(first)))
     studies = ", ".join(shipped_options().get("experiments", ()))
     return TEXT.format(groups="\n".join(rows), studies=studies)
 

@@ -74,11 +74,11 @@ def test_a_whole_lowering_is_written_out_here() -> None:
     }
 
 
-def test_nulls_are_left_out_and_no_clipping_is_no_key() -> None:
+def test_nulls_are_left_out() -> None:
     one = config("zero=stage0", "precision=fp32", "optim.max_grad_norm=null")
     assert flatten(lower(one, 1)).keys() == {
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization.stage",
-        *CONSTANT,
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+        "zero_optimization.stage", *CONSTANT,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from glmexp.config.load import write
 from tests.config.helpers import asked, config, ds_file, refusal, rows_file
 
 
@@ -160,7 +161,7 @@ def test_a_folder_that_holds_a_run_is_refused_unless_overwrite_or_resume_is_aske
     folder = tmp_path / "run"
     folder.mkdir()
     assert config(f"run.dir={folder}").run.dir == str(folder), "an empty folder is free"
-    (folder / "config.yaml").write_text("run: {}")
+    write(config(), folder / "config.yaml")
     assert refusal(f"run.dir={folder}") == (
         "config error:\n"
         f"  run.dir: {folder} already holds a run (from the command line)\n"

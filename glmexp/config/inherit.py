@@ -1,0 +1,191 @@
+"""A resumed run and an artifact bring their own configuration: it stands wherever the user says nothing.
+
+``train.resume`` goes on with the run's ``config.yaml``; ``artifact.path`` brings the model and the method of its
+``glmexp.json``. What the user says must agree where it decides what is trained, and wins elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.hydra_tree import Origin, Tree
+from glmexp.config.load import flatten, shown
+
+CONFIG = "config.yaml"
+CARD = "glmexp.json"
+IDENTITY = {"model": "name", "method": "name", "precision": "dtype", "data": "name", "zero": "stage"}
+"""Section to the key that tells its options apart."""
+RESUMED = (
+    "run",
+    "model",
+    "method",
+    "zero",
+    "offload",
+    "precision",
+    "data",
+    "optim",
+    "train",
+    "gather",
+    "eval",
+    "tracker",
+)
+"""Sections that a resumed run brings; the launcher belongs to the machine, and deepspeed.config_file is in them."""
+FIXED = ("model", "method", "precision", "data", "optim")
+"""Sections that decide what is trained."""
+FIXED_KEYS = ("zero.stage", "train.micro_batch_size", "train.grad_accum", "train.batch_size", "train.seed")
+LOADING_KEYS = ("num_workers", "prefetch", "prepare_workers", "cache_dir", "eval_file", "on_error", "encoding")
+"""Keys of the data section that do not change the training rows or only where they are read."""
+OWN_KEYS = ("run.dir", "run.overwrite", "train.resume", "train.batch_size")
+"""Keys that a resumed run does not bring: the folder is its own, and the batch follows from the ranks."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A configuration in a file."""
+
+    file: Path
+    sections: dict[str, Any]
+    words: str
+    """What it is: ``the resumed run`` or ``the artifact``."""
+    way_out: str
+
+    @property
+    def ranks(self) -> int | None:
+        """Ranks that a run was trained with, from its batch arithmetic."""
+        train = self.sections.get("train", {})
+        micro, accum, batch = (train.get(key) for key in ("micro_batch_size", "grad_accum", "batch_size"))
+        return batch // (micro * accum) if micro and accum and batch else None
+
+
+def saved_by(values: Mapping[str, Any]) -> Saved | None:
+    """What ``train.resume`` or ``artifact.path`` brings. Paths without such a file are left to the rules."""
+    resume = _text(values, "train", "resume")
+    if resume is not None and _text(values, "entry", "name") == "train":
+        start = Path(resume).expanduser().absolute()
+        for folder in (start, *start.parents):
+            if (folder / CONFIG).is_file():
+                sections = {name: section for name, section in _yaml(folder / CONFIG).items() if name in RESUMED}
+                return Saved(folder / CONFIG, sections, "the resumed run", "or a new run without train.resume")
+    artifact = _text(values, "artifact", "path")
+    if artifact is not None and _text(values, "entry", "name") != "train":
+        start = Path(artifact).expanduser().absolute()
+        for folder in (start, start / "artifact"):
+            if (folder / CARD).is_file():
+                card = _json(folder / CARD)
+                sections = {name: card[name] for name in ("model", "method") if isinstance(card.get(name), dict)}
+                return Saved(folder / CARD, sections, "the artifact", "or name another artifact")
+    return None
+
+
+def _text(values: Mapping[str, Any], section: str, name: str) -> str | None:
+    part = values.get(section)
+    value = part.get(name) if isinstance(part, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(Problem(str(path), f"is no valid YAML: {error}", "restore what the run wrote")) from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(Problem(str(path), f"is no valid JSON: {error}", "restore what the run wrote")) from error
+    return tree if isinstance(tree, dict) else {}
+
+
+def inherit(tree: Tree, saved: Saved, explicit: Collection[str], chosen: Mapping[str, str]) -> list[Problem]:
+    """Put the saved sections into ``tree`` below the user's own words; what contradicts them is a problem."""
+    problems: list[Problem] = []
+    for section, values in saved.sections.items():
+        now = tree.values.get(section)
+        if not isinstance(now, dict) or not isinstance(values, dict):
+            continue
+        if section in chosen and _other_option(section, now, values):
+            if section in IDENTITY:
+                problems.append(_contradiction(f"{section}.{IDENTITY[section]}", now, values, chosen[section], saved))
+            continue
+        leaves = flatten(now, section)
+        own = {key: leaves[key] for key in explicit if key in leaves}
+        problems.extend(_contradictions(own, flatten(values, section), tree, saved))
+        _put(tree, section, values, own, saved)
+    return problems
+
+
+def _other_option(section: str, now: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether two sections come from different options; of sections without an identity that cannot be said."""
+    key = IDENTITY.get(section, "name")
+    return key not in now or now[key] != saved.get(key)
+
+
+def _put(tree: Tree, section: str, values: Mapping[str, Any], own: Mapping[str, Any], saved: Saved) -> None:
+    """The saved section with the user's leaves on top."""
+    now = tree.values[section]
+    merged = copy.deepcopy(dict(values))
+    identity = IDENTITY.get(section, "name")
+    if section != "eval" and now.get(identity) == values.get(identity):
+        merged = {**now, **merged}  # keys that are younger than the saved file
+    before = flatten(now, section)
+    for key in (key for key in OWN_KEYS if key in before):
+        own = {key: before[key], **own}
+    for key in flatten(merged, section):
+        if key not in own:
+            tree.origins[key] = Origin(str(saved.file), default=True)
+            tree.interpolated.pop(key, None)
+    for key, value in own.items():
+        place = merged
+        *folders, name = key.split(".")[1:]
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = value
+    tree.values[section] = merged
+
+
+def _contradictions(
+    own: Mapping[str, Any], saved_leaves: Mapping[str, Any], tree: Tree, saved: Saved
+) -> Iterator[Problem]:
+    for key, value in own.items():
+        section, _, leaf = key.partition(".")
+        fixed = key in FIXED_KEYS or (section in FIXED and not (section == "data" and leaf in LOADING_KEYS))
+        if fixed and key in saved_leaves and _plain(value) != _plain(saved_leaves[key]):
+            origin = tree.origins[key].words if key in tree.origins else "the command line"
+            yield Problem(
+                key,
+                f"{shown(value)} (from {origin}), but {saved.words} has {shown(saved_leaves[key])} (in {saved.file})",
+                f"leave it out, {saved.way_out}",
+            )
+
+
+def _contradiction(key: str, now: Mapping[str, Any], other: Mapping[str, Any], where: str, saved: Saved) -> Problem:
+    leaf = key.split(".")[1]
+    return Problem(
+        key,
+        f"{shown(now.get(leaf))} (from {where}), but {saved.words} has {shown(other.get(leaf))} (in {saved.file})",
+        f"leave it out, {saved.way_out}",
+    )
+
+
+def _plain(value: Any) -> Any:
+    """For comparing: numbers in quotes as numbers, a lone item as its list, paths of files that are there as whole."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value] if len(value) != 1 else _plain(value[0])
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        path = Path(str(value)).expanduser()
+        return str(path.absolute()) if path.exists() else value

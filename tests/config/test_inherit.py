@@ -1,0 +1,114 @@
+"""A resumed run and an artifact bring their own configuration; a contradicting word of the user is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from glmexp.config.load import dump, flatten, write
+from glmexp.config.schema import RunConfig
+from tests.config.helpers import asked, config, refusal, rows_file
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder as a run with many own words leaves it."""
+    rows = rows_file(tmp_path / "rows.jsonl")
+    (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
+    one = config(
+        "model=tiny_qwen2", "method=freeze", "method.num_layers=2", "zero=stage3", "offload=all", "precision=fp32",
+        "optim.lr=3e-4", "optim.warmup_steps=2", "train.max_steps=6", "train.save_steps=3", "train.batch_size=4",
+        "eval=loss", "tracker=none", f"data.train_file={rows}", "data.max_length=64", "run.name=mine",
+    )  # fmt: skip
+    write(one, tmp_path / "run" / "config.yaml")
+    return tmp_path / "run"
+
+
+def saved(run: Path) -> RunConfig:
+    from glmexp.config.load import read
+
+    return read(run / "config.yaml")
+
+
+def test_a_resume_without_another_word_is_the_run_as_it_was(run: Path) -> None:
+    for start in (run, run / "checkpoints" / "step-3"):
+        resumed = config(f"train.resume={start}")
+        before = saved(run)
+        assert resumed == dataclasses.replace(before, train=dataclasses.replace(before.train, resume=str(start)))
+
+
+def test_a_resume_may_say_again_what_was_said_and_go_on_longer(run: Path, tmp_path: Path) -> None:
+    words = ["model=tiny_qwen2", "method=freeze", "method.num_layers='2'", "optim.lr=3e-4", "train.max_steps=12",
+             f"data.train_file={tmp_path}/rows.jsonl", "train.batch_size=4"]  # fmt: skip
+    resumed = config(f"train.resume={run}", *words)
+    assert resumed.train.max_steps == 12
+    differs = {key for key, value in flatten(dump(resumed)).items() if flatten(dump(saved(run)))[key] != value}
+    assert differs == {"train.max_steps", "train.resume"}
+
+
+def test_what_does_not_decide_the_training_may_change(run: Path) -> None:
+    resumed = config(
+        f"train.resume={run}", "tracker=wandb", "eval=[loss,generate]", "offload=none", "train.log_steps=5"
+    )
+    assert resumed.tracker.name == "wandb"
+    assert set(resumed.eval.hooks) == {"loss", "generate"}
+    assert resumed.offload.optimizer is None
+    assert resumed.train.log_steps == 5
+    assert resumed.method.name == "freeze"
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("method.num_layers=1", "method.num_layers: 1 (from the command line), but the resumed run has 2 (in "),
+        ("optim.lr=1e-3", "optim.lr: 0.001 (from the command line), but the resumed run has 0.0003"),
+        ("method=lora", "method.name: 'lora' (from method=lora on the command line), but the resumed run has 'freeze'"),
+        ("zero=stage2 offload=none", "zero.stage: 2 (from zero=stage2 on the command line), but the resumed run has 3"),
+        ("precision=bf16", "precision.dtype: 'bf16' (from precision=bf16 on the command line)"),
+        ("train.seed=7", "train.seed: 7 (from the command line), but the resumed run has 42"),
+        ("launcher.nproc=2", "train.resume: the run was saved with 1 ranks, now 2"),
+        ("method.rank=4", "method.rank: belongs to method=lora"),
+        ("run.dir=elsewhere", "run.dir: train.resume goes on in the resumed run's own folder"),
+    ],
+)
+def test_a_resume_that_would_train_something_else_is_refused(run: Path, word: str, part: str) -> None:
+    text = refusal(f"train.resume={run}", *word.split())
+    assert text.startswith("config error:")
+    assert part in text
+
+
+def test_a_sweep_cannot_resume(run: Path) -> None:
+    assert "every trial would go on in one folder" in refusal("-m", f"train.resume={run}", "train.log_steps=1,2")
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    one = config("model=tiny_qwen2", "method=lora", "method.rank=3")
+    folder = tmp_path / "run" / "artifact"
+    folder.mkdir(parents=True)
+    card = {"model": dataclasses.asdict(one.model), "method": dataclasses.asdict(one.method), "dtype": "bf16"}
+    (folder / "glmexp.json").write_text(json.dumps(card))
+    return folder
+
+
+def test_model_and_method_come_from_the_artifact(artifact: Path) -> None:
+    for path in (artifact, artifact.parent):
+        one = config("entry=evaluate", f"artifact.path={path}")
+        assert (one.model.name, one.method.rank) == ("tiny_qwen2", 3)
+        assert asked("entry=evaluate", f"artifact.path={path}").warnings == []
+    assert config("entry=evaluate", f"artifact.path={artifact}", "model=tiny_qwen2", "method.rank=3")
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("model=tiny", "model.name: 'tiny' (from model=tiny on the command line), but the artifact has 'tiny_qwen2'"),
+        ("method=full", "method.name: 'full' (from method=full on the command line), but the artifact has 'lora'"),
+        ("method.rank=8", "method.rank: 8 (from the command line), but the artifact has 3"),
+    ],
+)
+def test_a_word_that_contradicts_the_artifact_is_refused(artifact: Path, word: str, part: str) -> None:
+    assert part in refusal("entry=evaluate", f"artifact.path={artifact}", word)
