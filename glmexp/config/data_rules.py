@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 BUILTIN = "builtin:"
 HUB = "hub:"
+SHIPPED_PROMPTS = "builtin:prompts.jsonl"
 COLUMN_USERS: dict[str, tuple[str, ...]] = {
     "prompt": ("alpaca", "adgen"),
     "input": ("alpaca", "adgen"),
@@ -54,6 +55,16 @@ def files(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             )
     if data.encoding is not None and not _known_encoding(data.encoding):
         yield Problem("data.encoding", f"{data.encoding!r} is no text encoding", "gb18030, big5, utf-16, latin-1, ...")
+
+
+def prompts(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """A prompts file that is not there."""
+    for name, hook in config.eval.hooks.items():
+        path = getattr(hook, "prompts_file", None)
+        shipped = path is not None and path.startswith(BUILTIN)
+        if path is not None and path != SHIPPED_PROMPTS and (shipped or not Path(path).expanduser().is_file()):
+            key = f"eval.{name}.prompts_file"
+            yield Problem(key, f"{path} is no file", f"name a JSON lines file, or {SHIPPED_PROMPTS}")
 
 
 def _known_encoding(name: str) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from glmexp.config import data_rules, model_rules
 from glmexp.config.errors import ConfigError, Problem
@@ -78,6 +79,9 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
             cache_dir=_whole(config.data.cache_dir),
         ),
         inspect=dataclasses.replace(config.inspect, html=_whole(config.inspect.html)),
+        eval=dataclasses.replace(
+            config.eval, hooks={name: _whole_prompts(hook) for name, hook in config.eval.hooks.items()}
+        ),
         artifact=dataclasses.replace(config.artifact, path=_whole(config.artifact.path)),
         model=dataclasses.replace(config.model, path=_whole_if_there(config.model.path)),
         deepspeed=dataclasses.replace(config.deepspeed, config_file=_whole(config.deepspeed.config_file)),
@@ -89,6 +93,12 @@ def _whole(path: str | None) -> str | None:
     if path is None or path.startswith((data_rules.BUILTIN, data_rules.HUB)):
         return path
     return str(Path(path).expanduser().absolute())
+
+
+def _whole_prompts(hook: Any) -> Any:
+    """A hook whose prompts_file, where it has one, is absolute."""
+    path = getattr(hook, "prompts_file", None)
+    return hook if path is None else dataclasses.replace(hook, prompts_file=_whole(path))
 
 
 def _whole_if_there(path: str | None) -> str | None:
@@ -385,6 +395,7 @@ RULES: tuple[Rule, ...] = (
     _launcher,
     data_rules.files,
     data_rules.without_effect,
+    data_rules.prompts,
     _model,
     _run,
     _entry,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Evaluation:
     network: Any
     synced: bool
     renderer: Any
-    examples: list[Example]
+    examples: Sequence[Example]
     samples: Path
     record: Record
     tracker: Tracker
@@ -55,15 +55,17 @@ class Evaluation:
     def run(self, step: int, all_hooks: bool) -> dict[str, float]:
         """Run all hooks, or those due at ``step``. Returns their metrics. Collective."""
         metrics: dict[str, float] = {}
-        if not self.examples:
+        hooks = {name: hook for name, hook in self.settings.hooks.items() if self.examples or _brings_prompts(hook)}
+        if not hooks:
             return metrics
+        answered: dict[Any, list[Any]] = {}
         was_training = self.network.training
         self.model.eval()
         with UntouchedRng():
-            for name, hook in self.settings.hooks.items():
+            for name, hook in hooks.items():
                 if not all_hooks and not self._due(hook, step):
                     continue
-                result = hook.run(self._context(step))
+                result = hook.run(self._context(step, answered))
                 metrics |= {f"eval/{name}/{metric}": value for metric, value in result.metrics.items()}
                 self.screen.lines(f"eval at step {step}: {line}" for line in result.lines)
                 if result.samples:
@@ -74,7 +76,7 @@ class Evaluation:
             self.record(step, metrics)
         return metrics
 
-    def _context(self, step: int) -> EvalContext:
+    def _context(self, step: int, answered: dict[Any, list[Any]]) -> EvalContext:
         rank, ranks = distributed.rank(), distributed.world_size()
         return EvalContext(
             model=self.model,
@@ -93,6 +95,8 @@ class Evaluation:
             rank=rank,
             step=step,
             samples=self.samples,
+            encode_prompt=self.renderer.prompt,
+            answered=answered,
         )
 
     def _generate(
@@ -119,3 +123,8 @@ class Evaluation:
             (one["prompt"], one["expected"], one["generated"], two["generated"])
             for one, two in zip(before[:most], after[:most], strict=True)
         ]
+
+
+def _brings_prompts(hook: Any) -> bool:
+    """The hook does not need held-out rows."""
+    return getattr(hook, "prompts_file", None) is not None

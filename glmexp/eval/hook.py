@@ -31,6 +31,14 @@ class EvalExample(Protocol):
     def answer(self) -> str:
         """The answer that is expected."""
 
+    @property
+    def answers(self) -> Sequence[str]:
+        """All accepted answers."""
+
+    @property
+    def id(self) -> str | None:
+        """The row's name in its file."""
+
 
 class Generate(Protocol):
     """Greedy generation. Under ZeRO stage 3 all ranks go on until the last has finished."""
@@ -77,6 +85,10 @@ class EvalContext:
     """Optimizer steps so far."""
     samples: Path
     """Folder for generated answers."""
+    encode_prompt: Callable[[list[Any]], list[int]]
+    """Messages -> ids up to where the answer begins, by the model's chat template."""
+    answered: dict[Any, list[Any]]
+    """Answers of this evaluation so far, so that two hooks do not generate the same."""
 
 
 @dataclass(frozen=True)

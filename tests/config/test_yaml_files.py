@@ -20,7 +20,7 @@ EXTRA = {
     ("precision", "fp16"): [],
 }
 STUDIES = "experiments"
-COUNT = 49
+COUNT = 51
 COUNT_OF_STUDIES = 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import math
@@ -16,11 +17,16 @@ from typing import Any
 import pytest
 import torch
 
+from glmexp.config.errors import DataError
 from glmexp.config.registry import names, option
 from glmexp.engine.loss import loss_sum
+from glmexp.eval.answers import answer_all, write_lines
+from glmexp.eval.cmrc import Cmrc
 from glmexp.eval.generate import Generate
 from glmexp.eval.hook import EvalContext
 from glmexp.eval.loss import Loss
+from glmexp.eval.prompts import Prompt, read_prompts
+from glmexp.eval.rouge import Rouge
 
 PAD, STOP, VOCABULARY = 0, 1, 8
 
@@ -32,6 +38,11 @@ class Row:
     prompt_ids: list[int]
     prompt: str
     answer: str
+    id: str | None = None
+
+    @property
+    def answers(self) -> list[str]:
+        return [self.answer]
 
 
 def row(prompt: list[int], answer: list[int]) -> Row:
@@ -87,19 +98,21 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
 
 def collate_prompts(rows: list[Row]) -> dict[str, torch.Tensor]:
     length = max(len(one.prompt_ids) for one in rows)
-    ids = torch.tensor([[PAD] * (length - len(one.prompt_ids)) + one.prompt_ids for one in rows])
+    ids = torch.tensor([[PAD] * (length - len(one.prompt_ids)) + list(one.prompt_ids) for one in rows])
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "position_ids": torch.zeros_like(ids)}
 
 
-def pick(rows: Sequence[Row], places: Sequence[int | None]) -> list[Row]:
-    blank = dataclasses.replace(rows[0], labels=[-100] * len(rows[0].labels))
+def pick(rows: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
+    blank = (
+        rows[0] if isinstance(rows[0], Prompt) else dataclasses.replace(rows[0], labels=[-100] * len(rows[0].labels))
+    )
     return [blank if place is None else rows[place] for place in places]
 
 
 def run_on_ranks(
     hook: Any, model: Any, generate: Any, samples: Path, ranks: int, size: int = 2, rows: Sequence[Row] = ROWS
 ) -> list[Any]:
-    """Run the hook for each rank in turn; a first pass collects what the second one adds up over the ranks."""
+    """Run the hook for each rank in turn; first passes collect what the last one gathers and adds up over the ranks."""
     sums: list[list[float]] = []
     parts: list[Any] = []
 
@@ -126,10 +139,16 @@ def run_on_ranks(
             rank=rank,
             step=7,
             samples=samples,
+            encode_prompt=lambda messages: [ord(sign) - ord("a") for sign in messages[-1]["content"]],
+            answered={},
         )
 
+    ones: Callable[[list[float]], list[float]] = lambda values: [1.0] * len(values)  # noqa: E731
     for rank in range(ranks):
-        hook.run(context(rank, lambda values: sums.append(values) or [1.0] * len(values), parts.append))
+        hook.run(context(rank, ones, parts.append))
+    for rank in range(ranks):
+        collect: Callable[[list[float]], list[float]] = lambda values: sums.append(values) or ones(values)  # type: ignore[func-returns-value]  # noqa: E731
+        hook.run(context(rank, collect, lambda _, rank=rank: parts if rank == 0 else None))
     total = [sum(values) for values in zip(*sums, strict=True)]
     return [
         hook.run(context(rank, lambda _: total, lambda _, rank=rank: parts if rank == 0 else None))
@@ -192,7 +211,7 @@ def given(**changed: list[int]) -> dict[str, list[int]]:
 def test_answers_are_counted_once_and_written_before_they_are_scored(ranks: int, tmp_path: Path) -> None:
     wrong_and_endless = given(**{ROWS[0].prompt: [4, 4, STOP], ROWS[1].prompt: [5, 6, 7, 7, 7, 7, 7]})
     generate = Answers(wrong_and_endless)
-    hook = Generate(every=None, max_new_tokens=5, max_prompts=100)
+    hook = Generate(every=None, max_new_tokens=5, max_prompts=100, prompts_file=None)
     first, *others = run_on_ranks(hook, None, generate, tmp_path / "samples", ranks)
     assert first.metrics == {"exact_match": 0.6, "finished": 0.8}
     assert first.lines == [
@@ -210,19 +229,92 @@ def test_answers_are_counted_once_and_written_before_they_are_scored(ranks: int,
         "exact": False,
         "finished": True,
     }
-    assert generate.calls == 2 * ranks * math.ceil(math.ceil(5 / ranks) / 2), "as many calls on every rank"
+    assert generate.calls == 3 * ranks * math.ceil(math.ceil(5 / ranks) / 2), "as many calls on every rank"
 
 
 def test_the_first_prompts_are_answered_and_white_space_does_not_count(tmp_path: Path) -> None:
     rows = [dataclasses.replace(ROWS[0], answer=" e\n"), *ROWS[1:]]
-    hook = Generate(every=None, max_new_tokens=5, max_prompts=2)
+    hook = Generate(every=None, max_new_tokens=5, max_prompts=2, prompts_file=None)
     (result,) = run_on_ranks(hook, None, Answers(given()), tmp_path, 1, rows=rows)
     assert result.metrics == {"exact_match": 1.0, "finished": 1.0}
     assert [one["index"] for one in result.samples] == [0, 1]
 
 
+def test_a_table_shows_each_answer_over_the_steps(tmp_path: Path) -> None:
+    hook = Generate(every=None, max_new_tokens=5, max_prompts=2, prompts_file=None)
+    write_lines(tmp_path / "step-0.jsonl", [{"prompt": "cd", "expected": "e", "generated": "first"}])
+    run_on_ranks(hook, None, Answers(given()), tmp_path, 1)
+    table = list(csv.reader((tmp_path / "answers.csv").read_text(encoding="utf-8-sig").splitlines()))
+    assert table == [["prompt", "expected", "step 0", "step 7"], ["cd", "e", "first", "e"], ["c", "fgh", "", "fgh"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_prompts_of_a_file_are_answered_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "cd", "answer": "e"}\n\n{"messages": [{"role": "user", "content": "h"}]}\n{"prompt": "c"}\n'
+    )
+    hook = Generate(every=None, max_new_tokens=5, max_prompts=100, prompts_file=str(file))
+    first, *_ = run_on_ranks(hook, None, Answers(given()), tmp_path / "samples", ranks, size=1)
+    assert first.metrics == {"exact_match": 1.0, "finished": 1.0}
+    assert [(one["prompt"], one["expected"], one["generated"]) for one in first.samples] == [
+        ("cd", "e", "e"),
+        ("h", "", "h"),
+        ("c", "", "fgh"),
+    ]
+
+
+def test_a_broken_prompts_file_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "cd"}\n{"question": "x"}\n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: no prompt: KeyError\('prompt'\)"):
+        read_prompts(str(file), lambda messages: [1])
+    file.write_text("\n")
+    with pytest.raises(DataError, match="holds no prompt"):
+        read_prompts(str(file), lambda messages: [1])
+
+
+def test_the_shipped_prompts_can_be_read() -> None:
+    prompts = read_prompts("builtin:prompts.jsonl", lambda messages: [len(messages)])
+    assert len(prompts) == 24
+    assert sum(bool(one.answer) for one in prompts) >= 5
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_overlap_scores_are_means_over_all_answers_and_written(ranks: int, tmp_path: Path) -> None:
+    empty = given(**{ROWS[1].prompt: [STOP]})
+    hook = Rouge(every=None, max_new_tokens=5, max_prompts=100)
+    first, *_ = run_on_ranks(hook, None, Answers(empty), tmp_path, ranks)
+    assert first.metrics["rouge1_char"] == pytest.approx(0.8)
+    assert first.metrics["bleu4_word"] == pytest.approx(0.8)
+    assert "5 answers, 1 of them empty" in first.lines[0]
+    rows = [json.loads(line) for line in (tmp_path / "rouge-scores-step-7.jsonl").read_text().splitlines()]
+    assert [one["rouge1_char"] for one in rows] == [1, 0, 1, 1, 1]
+
+
+def test_two_hooks_generate_the_same_answers_once(tmp_path: Path) -> None:
+    generate = Answers(given())
+    shared: dict[Any, Any] = {}
+    context = SimpleNamespace(
+        batches=lambda count: [list(range(count))], pick=pick, collate_prompts=collate_prompts, generate=generate,
+        device=torch.device("cpu"), stop_ids=[STOP], decode=text, answered=shared,
+    )  # fmt: skip
+    first = answer_all(context, ROWS, 5, 5)  # type: ignore[arg-type]
+    assert answer_all(context, ROWS, 5, 5) == first  # type: ignore[arg-type]
+    assert generate.calls == 1
+
+
+def test_questions_are_scored_in_percent_and_predictions_kept_in_the_official_form(tmp_path: Path) -> None:
+    rows = [dataclasses.replace(one, id=f"Q{number}") for number, one in enumerate(ROWS)]
+    hook = Cmrc(every=None, max_new_tokens=5, max_prompts=None)
+    (result,) = run_on_ranks(hook, None, Answers(given(**{ROWS[1].prompt: [STOP]})), tmp_path, 1, rows=rows)
+    assert result.metrics == {"f1": pytest.approx(80), "em": pytest.approx(80)}
+    official = json.loads((tmp_path / "cmrc-step-7.json").read_text())
+    assert official == {"Q0": "e", "Q1": "", "Q2": "cc", "Q3": "h", "Q4": "g"}
+
+
 def test_hooks_are_options_and_importing_them_loads_nothing_heavy() -> None:
-    assert {"loss", "generate"} <= set(names("eval"))
+    assert {"loss", "generate", "rouge", "cmrc"} <= set(names("eval"))
     assert option("eval", "loss") is Loss
     code = (
         "import sys, glmexp.config.registry as r; r.names('eval'); r.names('tracker');"
