@@ -81,15 +81,17 @@ class StepPlan:
         """Rows in the order of this epoch; the file's order without shuffling."""
         if not self.shuffle and self.lengths is None:
             return list(range(self.rows))
-        if self._order is None or self._order[0] != epoch:
+        # Read once: threads that make batches ahead may be in two epochs at a time.
+        known = self._order
+        if known is None or known[0] != epoch:
             rows = list(range(self.rows))
             chance = random.Random(f"order {self.seed} {epoch}")
             if self.shuffle:
                 chance.shuffle(rows)
             if self.lengths is not None:
                 rows = self._grouped(rows, self.lengths, chance)
-            self._order = (epoch, rows)
-        return self._order[1]
+            known = self._order = (epoch, rows)
+        return known[1]
 
     def _grouped(self, rows: list[int], lengths: np.ndarray, chance: random.Random) -> list[int]:
         """Sort within windows of many steps, then mix the steps; the last, short step stays the last."""

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask (1 is real) and labels (-100 is not learned), int64 (batch, length), right padded."""
+    """input_ids, attention_mask (1 is real) and labels (-100 is not learned), int64 (batch, length), right padded;
+    lengths (batch,)."""
     import torch
 
     length = max(len(example.input_ids) for example in examples)
@@ -25,7 +26,8 @@ def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]
         input_ids[index, :count] = torch.from_numpy(example.input_ids)
         attention_mask[index, :count] = 1
         labels[index, :count] = torch.from_numpy(example.labels)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    lengths = attention_mask.sum(dim=1)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "lengths": lengths}
 
 
 def collate_prompts(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:

@@ -28,6 +28,13 @@ class StepSize:
     supervised_tokens: int
     tokens: int
     rows: int
+    places: int
+    """Tokens and padding."""
+
+
+def padded_inputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """What the network gets of a padded batch."""
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
 @dataclass
@@ -44,6 +51,8 @@ class Loop:
     log_steps: int
     on_metrics: Callable[[int, Metrics], None]
     after_step: Callable[[int], None]
+    inputs: Callable[[Batch], dict[str, torch.Tensor]] = padded_inputs
+    """Batch on the device -> what the network gets; packed batches have masks and positions of their own."""
 
     def run(self) -> None:
         """Train until ``steps`` is used up. Raises NonFiniteError, naming the step and the last finite loss."""
@@ -63,11 +72,11 @@ class Loop:
 
             summed = self._forward_backward(micro_batches, size.supervised_tokens, watch)
             with watch.phase("optimizer"):
-                early_norm = self._plain_grad_norm()
+                early_norm, scale = self._plain_grad_norm(), self._missing_loss_scale()
                 self.engine.step()
 
             loss = distributed.sum_over_ranks([float(summed)])[0] / size.supervised_tokens
-            grad_norm = self.engine.get_global_grad_norm() if early_norm is None else early_norm
+            grad_norm = self.engine.get_global_grad_norm() / scale if early_norm is None else early_norm
             self._check_finite(step, loss, float(grad_norm), last_finite)
             last_finite = loss
             seconds = watch.read()
@@ -88,7 +97,8 @@ class Loop:
                 # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up
                 # by their
                 # number, and its own division by the accumulation steps is off.
-                self.engine.backward(loss * (distributed.world_size() / tokens), scale_wrt_gas=False)
+                scale = self._missing_loss_scale() * distributed.world_size() / tokens
+                self.engine.backward(loss * scale, scale_wrt_gas=False)
             summed += loss.detach()
         return summed
 
@@ -99,6 +109,12 @@ class Loop:
             return None
         norms = [parameter.grad.norm() for parameter in engine.module.parameters() if parameter.grad is not None]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def _missing_loss_scale(self) -> float:
+        """The factor that DeepSpeed (0.19.8) forgets at stage 0 in fp16: it divides gradients by the loss scale there
+        and never multiplies the loss by it, which leaves them 65,536 times too small. Else 1."""
+        config = getattr(self.engine.optimizer, "loss_scale_config", None)
+        return float(config.cur_scale) if config is not None and self.engine.fp16_enabled() else 1.0
 
     def _check_finite(self, step: int, loss: float, grad_norm: float, last_finite: float) -> None:
         overflowed = self.engine.fp16_enabled() and self.engine.optimizer.overflow
@@ -121,11 +137,12 @@ class Loop:
             "perf/tokens_per_s": size.tokens / step_s,
             "perf/supervised_tokens_per_s": size.supervised_tokens / step_s,
             "perf/samples_per_s": size.rows / step_s,
+            "data/padding_share": 1 - size.tokens / size.places,
             "mem/peak_bytes": distributed.max_over_ranks([float(peak_memory_bytes())])[0],
         }
         metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
         if self.engine.fp16_enabled():
-            metrics["train/loss_scale"] = float(self.engine.optimizer.cur_scale)
+            metrics["train/loss_scale"] = float(self.engine.optimizer.loss_scale)
             metrics["train/skipped_steps"] = float(self.engine.skipped_steps)
         return metrics
 
@@ -143,9 +160,15 @@ def _to_device(batch: Batch) -> dict[str, torch.Tensor]:
 
 def _size_over_ranks(micro_batches: Sequence[Batch]) -> StepSize:
     supervised = sum(supervised_tokens(batch["labels"]) for batch in micro_batches)
-    tokens = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
-    # Blank rows only fill the last step of an epoch up; they count nowhere.
-    rows = sum(int((batch["labels"] != -100).any(dim=1).sum()) for batch in micro_batches)
-    totals = distributed.sum_over_ranks([float(supervised), float(tokens), float(rows)])
+    tokens = sum(int(batch["lengths"].sum()) for batch in micro_batches)
+    rows = sum(map(_examples, micro_batches))
+    places = sum(batch["input_ids"].numel() for batch in micro_batches)
+    totals = distributed.sum_over_ranks([float(supervised), float(tokens), float(rows), float(places)])
     assert totals[0] > 0, "a step without a supervised token: the data room lets no such row through"
     return StepSize(*(int(total) for total in totals))
+
+
+def _examples(batch: Batch) -> int:
+    """Examples that count: blank rows only fill the last step of an epoch up."""
+    learned = (batch["labels"] != -100).any(dim=1)
+    return int((learned * batch["segments"].amax(dim=1)).sum() if "segments" in batch else learned.sum())

@@ -15,19 +15,20 @@ from glmexp.entry import artifact
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import session
-from glmexp.launcher.folder import write_status
+from glmexp.launcher.folder import write_json, write_status
 from glmexp.model.build import load_network, load_tokenizer
 from glmexp.model.renderer import renderer
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of an evaluation; every rank holds the whole model. Returns the exit code."""
+    section, dtype, folder = _subject(config)
+    template = renderer(section.family, load_tokenizer(section))
+    data = prepare(config.data, config.train.seed, template, train=False)
     with session(config, run_folder) as here:
-        section, dtype, folder = _subject(config)
-        template = renderer(section.family, load_tokenizer(section))
-        data = prepare(config.data, config.train.seed, template, train=False)
         model = _load(section, dtype, folder).to(distributed.device())
         if here.screen.active:
+            write_json(run_folder / "data.json", data.record())
             here.start_tracker()
             here.screen.lines(data.report)
             here.screen.facts(

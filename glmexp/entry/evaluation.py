@@ -43,6 +43,10 @@ class Evaluation:
     screen: Screen
     answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Generated answers by step, on rank 0, for the table at the end."""
+    train_losses: list[float] = field(default_factory=list)
+    """Logged training losses since the last evaluation."""
+    history: list[tuple[int, float, float | None]] = field(default_factory=list)
+    """(step, held-out loss, mean training loss before it) of each evaluation."""
 
     def due(self, step: int) -> bool:
         """Some hook wants to run after optimizer step ``step``."""
@@ -72,9 +76,24 @@ class Evaluation:
                     self.answers[step] = result.samples
                     self.tracker.table(f"samples/{name}", step, result.samples)
         self.model.train(was_training)
+        if "eval/loss/loss" in metrics:
+            self.screen.lines(self._overfitting(step, metrics["eval/loss/loss"]))
         if metrics:
             self.record(step, metrics)
         return metrics
+
+    def _overfitting(self, step: int, held_out: float) -> list[str]:
+        """Words when the held-out loss rises while the training loss falls: the first sign of learning by heart."""
+        trained = sum(self.train_losses) / len(self.train_losses) if self.train_losses else None
+        self.train_losses.clear()
+        before = self.history[-1] if self.history else None
+        self.history.append((step, held_out, trained))
+        if before is None or trained is None or before[2] is None or not (held_out > before[1] and trained < before[2]):
+            return []
+        return [
+            f"step {step}: held-out loss has risen from {before[1]:.4f} (step {before[0]}) to {held_out:.4f} while "
+            f"training loss fell from {before[2]:.4f} to {trained:.4f}: the first sign of overfitting"
+        ]
 
     def _context(self, step: int, answered: dict[Any, list[Any]]) -> EvalContext:
         rank, ranks = distributed.rank(), distributed.world_size()

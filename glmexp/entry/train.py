@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,28 @@ import torch
 from glmexp.config.ds_config import lower
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import RunConfig
-from glmexp.data.batches import StepPlan, pick
-from glmexp.data.collate import collate
+from glmexp.data.batches import StepPlan
+from glmexp.data.loader import Batches, ahead, threads
+from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
 from glmexp.engine import build, checkpoint, distributed
-from glmexp.engine.loop import Batch, Loop
+from glmexp.engine.loop import Batch, Loop, padded_inputs
 from glmexp.entry import artifact, proof
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session, session
 from glmexp.launcher.folder import write_json, write_status
 from glmexp.model.build import code_report, load_network, load_tokenizer
-from glmexp.model.renderer import renderer
+from glmexp.model.renderer import Renderer, renderer
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of a training run. Returns the exit code; raises what went wrong."""
+    # Data first: its mistakes are found before a model is built, and no process group waits for a long preparation.
+    template = renderer(config.model.family, load_tokenizer(config.model))
+    data = prepare(config.data, config.train.seed, template)
     with session(config, run_folder) as here:
-        result = _train(here)
+        result = _train(here, template, data)
     # The process group is left: a fresh process judges the artifact with the device to itself.
     gc.collect()
     if torch.cuda.is_available():
@@ -39,14 +44,11 @@ def run(config: RunConfig, run_folder: Path) -> int:
     return 0
 
 
-def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
+def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str], Evaluation, int, int] | None:
     """Everything that all ranks do together. On rank 0: (faults found so far, evaluation, first step, last step)."""
     config, method = here.config, here.config.method
-    tokenizer = load_tokenizer(config.model)
-    template = renderer(config.model.family, tokenizer)
-    # Data first: its mistakes are found before a model is built.
-    data = prepare(config.data, config.train.seed, template)
-    plan = _plan(config, data)
+    batches = Batches.of(data.train, config.data, config.train.seed, template.pad_id)
+    plan = _plan(config, batches)
     total = plan.total_steps(config.train.epochs, config.train.max_steps)
 
     ds_config = lower(config, distributed.world_size())
@@ -60,8 +62,9 @@ def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
     done = _resume(here, engine)
     if here.screen.active:
         write_json(here.folder / "ds_config.json", ds_config)
+        write_json(here.folder / "data.json", data.record())
         here.start_tracker()
-        here.screen.lines([*code_report(config.model), *data.report])
+        here.screen.lines([*code_report(config.model), *data.report, *batches.report()])
         here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
 
     evaluation = Evaluation(
@@ -78,30 +81,23 @@ def _train(here: Session) -> tuple[list[str], Evaluation, int, int] | None:
     )
     if done == 0:
         evaluation.run(0, all_hooks=True)
-    _loop(here, engine, plan, data, template.pad_id, evaluation, done, total)
+    _loop(here, engine, plan, batches, template, evaluation, done, total)
     final = evaluation.run(total, all_hooks=True)
     here.tracker.summary(final)
 
     engine.eval()
     faults = proof.changes(engine.module, start, method, total)
     proof.write_probe(engine, data.train.shortest(2), here.folder)
-    artifact.write(engine, config, method, tokenizer, here.folder)
+    artifact.write(engine, config, method, template.tokenizer, here.folder)
     engine.destroy()
     return (faults, evaluation, done, total) if here.screen.active else None
 
 
-def _plan(config: RunConfig, data: Prepared) -> StepPlan:
-    assert config.train.micro_batch_size is not None, "derived before the run starts"
-    assert config.train.grad_accum is not None, "derived before the run starts"
-    return StepPlan(
-        rows=len(data.train),
-        micro_batch_size=config.train.micro_batch_size,
-        grad_accum=config.train.grad_accum,
-        ranks=distributed.world_size(),
-        rank=distributed.rank(),
-        seed=config.train.seed,
-        shuffle=config.data.shuffle,
-    )
+def _plan(config: RunConfig, batches: Batches) -> StepPlan:
+    micro, accum = config.train.micro_batch_size, config.train.grad_accum
+    assert micro is not None, "derived before the run starts"
+    assert accum is not None, "derived before the run starts"
+    return batches.plan(config.data, micro, accum, distributed.world_size(), distributed.rank(), config.train.seed)
 
 
 def _recompute_activations(model: Any) -> None:
@@ -125,19 +121,23 @@ def _loop(
     here: Session,
     engine: Any,
     plan: StepPlan,
-    data: Prepared,
-    pad_id: int,
+    batches: Batches,
+    template: Renderer,
     evaluation: Evaluation,
     done: int,
     total: int,
 ) -> None:
     """The optimizer steps from ``done`` to ``total``, with evaluation and checkpoints between them."""
-    train = here.config.train
+    train, data = here.config.train, here.config.data
+    workers = threads(data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    def steps() -> Iterator[tuple[int, list[Batch]]]:
-        for step in range(done, total):
-            micro_batches = plan.micro_batches(step)
-            yield step + 1, [collate(pick(data.train, places), pad_id) for places in micro_batches]
+    def steps() -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
+        made = ahead(lambda step: batches.step(plan, step), range(done, total), workers, data.prefetch)
+        return ((step + 1, micro_batches) for step, micro_batches in made)
+
+    def inputs(batch: Batch) -> dict[str, torch.Tensor]:
+        gmask_id = getattr(template.tokenizer, "gmask_token_id", None)
+        return model_inputs(batch, here.config.model.family, gmask_id) if data.packing else padded_inputs(batch)
 
     def after_step(step: int) -> None:
         if train.save_steps is not None and step % train.save_steps == 0:
@@ -149,9 +149,10 @@ def _loop(
 
         def on_metrics(step: int, metrics: dict[str, float]) -> None:
             here.record(step, {**metrics, "train/epoch": plan.epoch(step)})
+            evaluation.train_losses.append(metrics["train/loss"])
             bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
 
-        Loop(engine, steps(), train.log_steps, on_metrics, after_step).run()
+        Loop(engine, steps(), train.log_steps, on_metrics, after_step, inputs).run()
 
 
 def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:

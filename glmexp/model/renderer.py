@@ -160,7 +160,7 @@ class TemplateRenderer:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
 
 
-def shown(template: ChatGLMRenderer | TemplateRenderer, ids: Sequence[int]) -> str:
+def shown(template: Renderer, ids: Sequence[int]) -> str:
     """Text of ids with the marks of the template in it, as far as the vocabulary allows."""
     words: list[str] = []
     plain: list[int] = []
@@ -193,6 +193,9 @@ def _digest(vocabulary: bytes, settings: str, *modules: ModuleType) -> str:
     return digest.hexdigest()
 
 
-def renderer(family: Family, tokenizer: Any) -> ChatGLMRenderer | TemplateRenderer:
+Renderer = ChatGLMRenderer | TemplateRenderer
+
+
+def renderer(family: Family, tokenizer: Any) -> Renderer:
     """The renderer of a model family."""
     return TemplateRenderer(tokenizer) if family == "qwen2" else ChatGLMRenderer(tokenizer)

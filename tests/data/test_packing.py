@@ -1,0 +1,154 @@
+"""Packed, padded and one by one give the same loss and gradients: no example sees another."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from glmexp.data.collate import collate
+from glmexp.data.packing import collate_packed, model_inputs, packs, visible
+from glmexp.data.store import Example
+from glmexp.engine.loss import loss_sum
+from tests.model.samples import EOP, GMASK, SOP, small_network
+
+FAMILIES = ("chatglm", "chatglm2", "chatglm3", "qwen2")
+# design: fp32 on the CPU, losses 1e-5, gradients ||a - b|| / ||b|| 1e-5.
+LOSS, GRADIENT = 1e-5, 1e-5
+
+
+def network(family: str, attention: str, **changes: Any) -> Any:
+    if family != "qwen2":
+        return small_network(family, attention, **changes)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, attn_implementation=attention,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def examples(family: str, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Example]:
+    """Examples of (context, answer) tokens as the family's rows are laid out."""
+    chance = random.Random(seed)
+    rows = []
+    for context, answer in sizes:
+        question = [chance.randrange(5, 50) for _ in range(context)]
+        reply = [chance.randrange(5, 50) for _ in range(answer)]
+        if family == "chatglm":
+            ids, given_, learned = [*question, GMASK, SOP, *reply, EOP], context + 2, context + 1
+        else:
+            ids, given_, learned = [*question, *reply, 2], context, context
+        labels = [-100] * learned + ids[learned:]
+        text = json.dumps({"messages": [], "label": "1"}).encode()
+        rows.append(Example(np.array(ids, np.int32), np.array(labels, np.int32), given_, 1, text))
+    return rows
+
+
+def loss_and_gradient(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> tuple[float, torch.Tensor]:
+    model.zero_grad()
+    loss = loss_sum(model(**inputs, use_cache=False).logits, labels)
+    loss.backward()
+    parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return float(loss.detach()), torch.cat(parts).clone()
+
+
+def padded(rows: list[Example]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    batch = collate(rows, 3)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}, batch["labels"]
+
+
+SIZES = [(3, 2), (6, 1), (1, 5), (2, 2), (9, 4), (4, 1)]
+ROWS = [[4, 0, 1], [2], [3, 5]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {}) for family in FAMILIES), ("chatglm", {"pre_seq_len": 3}), ("chatglm3", {"pre_seq_len": 3})],
+    ids=[*FAMILIES, "chatglm_prefix", "chatglm3_prefix"],
+)
+def test_packed_padded_and_one_by_one_are_the_same(family: str, changes: dict[str, int], attention: str) -> None:
+    model = network(family, attention, **changes)
+    rows = examples(family, SIZES)
+    batch = collate_packed([[rows[index] for index in row] for row in ROWS], pad_id=3, budget=48)
+    inputs = model_inputs(batch, family, GMASK)  # type: ignore[arg-type]
+    packed = loss_and_gradient(model, inputs, batch["labels"])
+    together = loss_and_gradient(model, *padded(rows))
+    single = [loss_and_gradient(model, *padded([row])) for row in rows]
+    alone = sum(loss for loss, _ in single), torch.stack([gradient for _, gradient in single]).sum(0)
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    assert count == sum(row.supervised_tokens for row in rows)
+    for other in (packed, together):
+        assert abs(other[0] - alone[0]) / count <= LOSS
+        assert float((other[1] - alone[1]).norm() / alone[1].norm()) <= GRADIENT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stands_beside_an_example_does_not_change_its_logits(family: str) -> None:
+    """The other examples are replaced; logits of the second one must be bit for bit those of before."""
+    model = network(family, "sdpa")
+    one, other = examples(family, SIZES[:3]), examples(family, SIZES[:3], seed=1)
+    start, end = len(one[0].input_ids), len(one[0].input_ids) + len(one[1].input_ids)
+    logits = []
+    for row in ([*one], [other[0], one[1], other[2]]):
+        batch = collate_packed([row], pad_id=3, budget=40)
+        with torch.no_grad():
+            logits.append(model(**model_inputs(batch, family, GMASK), use_cache=False).logits[0, start:end])  # type: ignore[arg-type]
+    assert torch.equal(*logits)
+
+
+def test_the_mask_opens_the_context_of_the_same_example_only() -> None:
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    contexts = torch.tensor([[1, 1, 0, 1, 0, 0]])
+    rows = visible(segments, contexts)[0, 0].int().tolist()
+    assert rows == [
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+
+
+def test_chatglm_positions_are_those_of_each_example_alone() -> None:
+    from glmexp.model.positions import derive_positions
+
+    model = network("chatglm", "sdpa")
+    rows = examples("chatglm", SIZES[:3])
+    batch = collate_packed([rows], pad_id=3, budget=40)
+    found = model_inputs(batch, "chatglm", GMASK)["position_ids"][0]
+    alone = [derive_positions(torch.from_numpy(row.input_ids).long()[None], None, model.config)[0] for row in rows]
+    assert torch.equal(found[:, : sum(len(row.input_ids) for row in rows)], torch.cat(alone, dim=1))
+
+
+def test_the_first_token_of_a_packed_example_is_never_learned() -> None:
+    row = examples("chatglm3", [(2, 2)])[0]
+    everything = Example(row.input_ids, row.input_ids.copy(), 0, 1)
+    batch = collate_packed([[everything, everything]], 3, 20)
+    assert (batch["labels"][0] == -100).nonzero().flatten().tolist() == [0, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 32), max_size=60), seed=st.integers(0, 3))
+def test_each_example_is_in_one_row_and_no_row_is_over_full(lengths: list[int], seed: int) -> None:
+    rows = packs(np.array(lengths, dtype=np.int64), 32, seed)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= 32 for row in rows)
+    # First fit, longest first: at most 11/9 of the best plus one (Johnson 1973); the best is at least the sum.
+    assert len(rows) <= max(1, 2 * sum(lengths) / 32 + 1)
+
+
+def test_rows_of_short_examples_are_nearly_full() -> None:
+    chance = random.Random(0)
+    lengths = np.array([chance.randint(10, 200) for _ in range(5000)])
+    assert lengths.sum() / (len(packs(lengths, 512, 0)) * 512) > 0.98
