@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from glmexp.engine import distributed
-from glmexp.engine.loss import loss_sum, model_inputs, supervised_tokens
+from glmexp.engine.loss import loss_sum, padded_inputs, supervised_tokens
 from glmexp.engine.perf import Stopwatch, peak_memory_bytes
 
 Batch = Mapping[str, torch.Tensor]
@@ -30,11 +30,6 @@ class StepSize:
     rows: int
     places: int
     """Tokens and padding."""
-
-
-def padded_inputs(batch: Batch) -> dict[str, torch.Tensor]:
-    """What the network gets of a padded batch."""
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
 @dataclass
@@ -91,7 +86,7 @@ class Loop:
         for number, batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             with watch.phase("forward"):
-                output = self.engine(**model_inputs(batch), use_cache=False)
+                output = self.engine(**self.inputs(batch), use_cache=False)
                 loss = loss_sum(output.logits, batch["labels"])
             with watch.phase("backward"):
                 # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up

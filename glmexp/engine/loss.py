@@ -24,14 +24,12 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1][supervised].float(), targets[supervised], reduction="sum")
 
 
-def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What of a batch the network is given: input_ids (batch, length), and what packed rows need besides.
+def padded_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What of a right padded batch the network is given: input_ids (batch, length) alone.
 
-    Right padded rows go without a mask: no real position sees a pad behind it, causal or prefix-LM, and attention takes
-    its fast path. The mask of (batch, 1, length, length) of packed rows is passed with their positions.
+    It goes without a mask: no real position sees a pad behind it, causal or prefix-LM, and attention takes its fast
+    path. Packed rows have masks and positions of their own (``glmexp.data.packing.model_inputs``).
     """
-    if batch["attention_mask"].dim() == 4:
-        return {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
     return {"input_ids": batch["input_ids"]}
 
 

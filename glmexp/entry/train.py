@@ -18,7 +18,8 @@ from glmexp.data.loader import Batches, ahead, threads
 from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
 from glmexp.engine import build, checkpoint, distributed
-from glmexp.engine.loop import Batch, Loop, padded_inputs
+from glmexp.engine.loop import Batch, Loop
+from glmexp.engine.loss import padded_inputs
 from glmexp.entry import artifact, proof
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
