@@ -33,14 +33,13 @@ def without_effect(model: ModelSection, explicit: Collection[str]) -> Iterator[P
                     "leave it out, or model.init=random",
                 )
         return
-    named = model.path
-    if "model.path" in explicit and named is not None and not named.startswith(BUILTIN):
-        if not Path(named).expanduser().is_dir():
-            yield Problem(
-                "model.path",
-                f"{named} without effect: with model.init=random only a folder's tokenizer is read, and this is none",
-                "leave it out for a small tokenizer, or name a folder",
-            )
+    named = model.path if "model.path" in explicit else None
+    if named is not None and not named.startswith(BUILTIN) and not Path(named).expanduser().is_dir():
+        yield Problem(
+            "model.path",
+            f"{named} without effect: with model.init=random only a folder's tokenizer is read, and this is none",
+            "leave it out for a small tokenizer, or name a folder",
+        )
     if model.trust_remote_code:
         yield Problem("model.trust_remote_code", "without effect: with model.init=random no folder's code is needed")
 

@@ -16,7 +16,7 @@ from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import session
 from glmexp.launcher.folder import write_json, write_status
-from glmexp.model.build import load_network, load_tokenizer
+from glmexp.model.build import code_report, load_network, load_tokenizer
 from glmexp.model.renderer import renderer
 
 

@@ -1,0 +1,77 @@
+"""Folders that bring code: nothing of it runs unless the user says so, and the run says that it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from glmexp.config.errors import ArtifactError
+from glmexp.config.schema import ModelSection
+from glmexp.model.build import code_report, load_network, load_tokenizer
+from tests.engine.cells import configure
+from tests.model.samples import released_config, small_network
+
+CODE = """
+import pathlib
+from transformers import PreTrainedConfig, PreTrainedModel
+pathlib.Path({marker!r}).write_text("ran")
+
+class SproutConfig(PreTrainedConfig):
+    model_type = "sprout"
+
+class SproutModel(PreTrainedModel):
+    config_class = SproutConfig
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of a network that nobody knows, whose code leaves a file behind."""
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    content = {"model_type": "sprout", "auto_map": {"AutoConfig": "sprout.SproutConfig"}}
+    (place / "config.json").write_text(json.dumps(content))
+    (place / "sprout.py").write_text(CODE.format(marker=str(tmp_path / "marker")))
+    return place
+
+
+def section(folder: Path, *words: str) -> ModelSection:
+    return configure("model=chatglm", f"model.path={folder}", *words).model
+
+
+def test_code_in_a_folder_is_not_run_and_the_option_is_named(folder: Path, tmp_path: Path) -> None:
+    for load in (load_tokenizer, lambda model: load_network(model, torch.float32)):
+        with pytest.raises(ArtifactError) as caught:
+            load(section(folder))
+        assert "brings code of its own for it (sprout.py); it was not run" in str(caught.value)
+        assert "model.trust_remote_code=true runs it" in str(caught.value)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_code_that_the_user_trusts_is_run_and_the_run_says_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    trusted = section(folder, "model.trust_remote_code=true")
+    assert code_report(trusted) == [f"model.trust_remote_code=true: code from {folder} is run (sprout.py)"]
+    with pytest.raises(Exception, match=r"(?i)sprout"):  # it has no weights
+        load_network(trusted, torch.float32)
+    assert (tmp_path / "marker").exists()
+
+
+def test_a_released_folder_loads_without_its_code(tmp_path: Path) -> None:
+    small_network("chatglm").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(released_config("chatglm")))
+    (tmp_path / "modeling_chatglm.py").write_text("raise SystemExit('was run')")
+    assert load_network(section(tmp_path), torch.float32).config.release == "chatglm"
+    (said,) = code_report(section(tmp_path, "model.trust_remote_code=true"))
+    assert "without effect" in said
+
+
+def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
+    small_network("chatglm3").save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match="holds a chatglm3 model, model=chatglm is for chatglm"):
+        load_network(section(tmp_path), torch.float32)
