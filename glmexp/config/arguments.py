@@ -93,6 +93,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         problems.append(Problem("--config-dir", f"{flags.config_dir} is no folder", "name a folder with YAML files"))
     if flags.resolve and flags.cfg is None:
         problems.append(Problem("--resolve", "has no effect without --cfg", "--cfg job --resolve"))
+    if flags.multirun and (flags.cfg is not None or flags.info is not None):
+        problems.append(Problem("-m", "--cfg and --info show one configuration, not a sweep", "leave out -m"))
     if flags.package is not None and flags.cfg is None:
         problems.append(Problem("--package", "has no effect without --cfg", "--cfg job --package method"))
     if problems:

@@ -102,6 +102,11 @@ class _Composer:
         self.problems.extend(problems)
         if problems:
             given, handed = self.without_wrong_options(given, groups)
+        self.problems.extend(
+            Problem(one.key, "without effect in a single run", "add -m, or run.dir=FOLDER for one run")
+            for one in given
+            if one.key == "hydra.sweep.dir"
+        )
         tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
         if tree.params:
             names = ", ".join(tree.params)
@@ -138,6 +143,8 @@ class _Composer:
         if self.problems:
             return config
         if self.outside:
+            if "launcher.nproc" in explicit and config.launcher.nproc != ranks:
+                self.warnings.append(f"launcher.nproc: without effect, the outside launcher started {ranks} ranks")
             config = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, name="env", nproc=None))
         elif config.launcher.name == "env":
             self.problems.append(

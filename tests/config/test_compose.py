@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from glmexp.config import registry
 from glmexp.config.load import dump, flatten, load, read, write
 from tests.config.helpers import asked, config, refusal, rows_file
 
@@ -84,6 +85,44 @@ def test_under_an_outside_launcher_its_ranks_count_and_the_launcher_is_env() -> 
     one = config("train.batch_size=32", world_size=4, gpus=8)
     assert one.launcher.name == "env"
     assert one.train.micro_batch_size == 8
+
+
+def test_nproc_beside_an_outside_launcher_is_warned_about() -> None:
+    assert "the outside launcher started 4 ranks" in asked("launcher.nproc=2", world_size=4).warnings[0]
+    assert asked("launcher.nproc=4", world_size=4).warnings == []
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from glmexp.config.registry import register
+from glmexp.config.schema import Count, Named
+
+@register("method", "scaled")
+@dataclass
+class Scaled(Named):
+    layers: Count
+    \"\"\"How many layers.\"\"\"
+    lr: float
+    \"\"\"Learning rate.\"\"\"
+"""
+
+
+def test_a_users_own_method_is_found_checked_and_named_like_a_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_methods.py").write_text(PLUGIN)
+    (tmp_path / "conf" / "method").mkdir(parents=True)
+    (tmp_path / "conf" / "method" / "scaled.yaml").write_text("name: scaled\nlayers: 2\nlr: 1e-3\n")
+    own = ("--config-dir", str(tmp_path / "conf"), "method=scaled")
+    assert "method.name: no code is registered for 'scaled'" in refusal(*own)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "their_methods")
+    monkeypatch.setattr(registry, "_options", dict(registry._options))
+    monkeypatch.setattr(registry, "_plugins_loaded", set())
+    one = config(*own, "method.layers=3")
+    assert (one.method.layers, one.optim.lr) == (3, 1e-3)
+    assert "did you mean method.layers?" in refusal(*own, "method.layer=3")
+    assert "'x' is not a whole number of at least 1" in refusal(*own, "method.layers=x")
 
 
 def test_ranks_are_the_gpus_where_nproc_is_not_given() -> None:

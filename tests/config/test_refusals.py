@@ -233,6 +233,8 @@ def test_the_same_key_or_group_twice_is_refused() -> None:
         (["launcher=env"], ["no outside launcher started this process"]),
         (["--config-name", "x"], ["--config-name: is not supported"]),
         (["--resolve"], ["has no effect without --cfg"]),
+        (["--cfg", "job", "-m"], ["show one configuration"]),
+        (["hydra.sweep.dir=x"], ["without effect in a single run"]),
     ],
 )
 def test_single_mistakes_name_the_way_out(words: list[str], parts: list[str]) -> None:
