@@ -128,11 +128,10 @@ def encode(messages: list[Message], encoding: Encoding, renderer: Renderer) -> E
     one_answer = renderer.one_answer_a_row
     ids, supervised = renderer.train(messages, "last" if one_answer else encoding.supervise)
     assert len(ids) == len(supervised), "the chat template gives one flag for each id"
-    assert any(supervised[1:]), "the chat template leaves nothing of the answer to learn"
-    end = len(supervised) - supervised[::-1].index(True)
-    start = end
-    while start > 0 and supervised[start - 1]:
-        start -= 1
+    assert True in supervised[1:], "the chat template leaves nothing of the answer to learn"
+    backwards = supervised[::-1]
+    last = backwards.index(True)
+    start = len(ids) - (backwards.index(False, last) if False in backwards[last:] else len(ids))
     return Encoded(ids, supervised, start + renderer.given_labels, messages)
 
 

@@ -70,10 +70,9 @@ class Batches:
         """What packing did."""
         if self.packed is None:
             return []
-        share = self.examples.lengths.sum() / (len(self.packed) * self.budget)
-        return [
-            f"packed: {len(self.examples)} examples in {len(self.packed)} rows of {self.budget} tokens, {share:.1%} full"
-        ]
+        rows, budget = len(self.packed), self.budget
+        share = self.examples.lengths.sum() / (rows * budget)
+        return [f"packed: {len(self.examples)} examples in {rows} rows of {budget} tokens, {share:.1%} full"]
 
 
 def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

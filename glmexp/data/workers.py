@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 from collections import deque
@@ -58,8 +57,9 @@ def run(work: Work, blocks: Iterator[Block], workers: int) -> Iterator[tuple[Par
         return
     import multiprocessing
 
-    # Spawned, not forked: this process has threads, and its signal handlers must not be inherited.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start, (pickle.dumps(work), os.getpid()))
+    # Forked: a spawned process would import the tokenizer's library first (seconds each), and share no memory.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool = ProcessPoolExecutor(workers, context, _start, (work, os.getpid()))
     waiting: deque[Future[tuple[Part, Outcome]]] = deque()
     try:
         for block in blocks:
@@ -75,15 +75,18 @@ def run(work: Work, blocks: Iterator[Block], workers: int) -> Iterator[tuple[Par
 _work: Any = None
 
 
-def _start(pickled: bytes, parent: int) -> None:
+def _start(work: Work, parent: int) -> None:
     global _work
-    _end_with_parent(parent)
+    # What a fork brings along: a signal here must not be read as one of the parent's.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    _work = pickle.loads(pickled)
+    _end_with_parent(parent)
+    _work = work
 
 
 def _end_with_parent(parent: int) -> None:
-    """Linux: a SIGKILL when the parent is gone; a worker would else wait for it forever."""
+    """Linux: a SIGKILL when the parent is gone; a process would else wait for work forever."""
     if sys.platform == "linux":
         import ctypes
 

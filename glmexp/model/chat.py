@@ -189,8 +189,17 @@ def _message_ids(tokenizer: Any, message: Message) -> list[int]:
         if role != "system":
             raise DataError(Problem("messages", f"tools on a {role} message", "put them on the system message"))
         content += "\n" + json.dumps(message["tools"], indent=4, ensure_ascii=False)
-    head = encode_text(tokenizer, f"{message.get('metadata') or ''}\n")
+    metadata = message.get("metadata")
+    head = encode_text(tokenizer, f"{metadata}\n") if metadata else _empty_line(tokenizer)
     return [tokenizer.get_command(f"<|{role}|>"), *head, *encode_text(tokenizer, content)]
+
+
+def _empty_line(tokenizer: Any) -> list[int]:
+    """Ids of the line behind a role without metadata; every message of every row has it, so it is kept."""
+    known: dict[str, list[int]] = tokenizer.__dict__.setdefault("_glmexp_lines", {})
+    if "\n" not in known:
+        known["\n"] = encode_text(tokenizer, "\n")
+    return known["\n"]
 
 
 def _render_chatglm3(tokenizer: Any, messages: Sequence[Message], supervise: Supervise) -> ChatIds:
