@@ -16,13 +16,14 @@ from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import session
 from glmexp.launcher.folder import write_json, write_status
-from glmexp.model.build import code_report, load_network, load_tokenizer
+from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.renderer import renderer
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of an evaluation; every rank holds the whole model. Returns the exit code."""
     section, dtype, folder = _subject(config)
+    announce_code(section)
     template = renderer(section.family, load_tokenizer(section))
     data = prepare(config.data, config.train.seed, template, train=False)
     with session(config, run_folder) as here:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,18 @@ from glmexp.data.prepare import Prepared, prepare
 from glmexp.engine import build, checkpoint, distributed
 from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
-from glmexp.entry import artifact, proof
+from glmexp.entry import artifact, gate, proof
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session, session
 from glmexp.launcher.folder import write_json, write_status
-from glmexp.model.build import code_report, load_network, load_tokenizer
+from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.renderer import Renderer, renderer
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of a training run. Returns the exit code; raises what went wrong."""
+    announce_code(config.model)
     # Data first: its mistakes are found before a model is built, and no process group waits for a long preparation.
     template = renderer(config.model.family, load_tokenizer(config.model))
     data = prepare(config.data, config.train.seed, template)
@@ -59,15 +60,16 @@ def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str]
     if config.train.gradient_checkpointing:
         _recompute_activations(model)
     engine = build.initialize(model, config, ds_config, total)
-    start = proof.before(engine.module)
+    start = proof.before(engine)
     done = _resume(here, engine)
     if here.screen.active:
         write_json(here.folder / "ds_config.json", ds_config)
         write_json(here.folder / "data.json", data.record())
         here.start_tracker()
-        here.screen.lines([*code_report(config.model), *data.report, *batches.report()])
+        here.screen.lines([*data.report, *batches.report()])
         here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
 
+    here.screen.lines([gate.check(engine, config, plan, batches, template, _inputs(config, template))])
     evaluation = Evaluation(
         settings=config.eval,
         model=engine,
@@ -87,7 +89,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str]
     here.tracker.summary(final)
 
     engine.eval()
-    faults = proof.changes(engine.module, start, method, total)
+    faults = proof.changes(engine, start, method, total)
     proof.write_probe(engine, data.train.shortest(2), here.folder)
     artifact.write(engine, config, method, template.tokenizer, here.folder)
     engine.destroy()
@@ -136,10 +138,6 @@ def _loop(
         made = ahead(lambda step: batches.step(plan, step), range(done, total), workers, data.prefetch)
         return ((step + 1, micro_batches) for step, micro_batches in made)
 
-    def inputs(batch: Batch) -> dict[str, torch.Tensor]:
-        gmask_id = getattr(template.tokenizer, "gmask_token_id", None)
-        return model_inputs(batch, here.config.model.family, gmask_id) if data.packing else padded_inputs(batch)
-
     def after_step(step: int) -> None:
         if train.save_steps is not None and step % train.save_steps == 0:
             checkpoint.save(engine, here.folder, step, train.keep_checkpoints)
@@ -153,7 +151,16 @@ def _loop(
             evaluation.train_losses.append(metrics["train/loss"])
             bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
 
+        inputs = _inputs(here.config, template)
         Loop(engine, steps(), train.log_steps, on_metrics, after_step, inputs).run()
+
+
+def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str, torch.Tensor]]:
+    """From a batch on the device to what the network is given."""
+    if not config.data.packing:
+        return padded_inputs
+    gmask_id = getattr(template.tokenizer, "gmask_token_id", None)
+    return lambda batch: model_inputs(batch, config.model.family, gmask_id)
 
 
 def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,14 +107,16 @@ def foreign_code(model: ModelSection) -> list[str]:
     )
 
 
-def code_report(model: ModelSection) -> list[str]:
-    """What the start of a run says about model.trust_remote_code, where it is on."""
-    if not model.trust_remote_code or model.init == "random":
-        return []
-    files = foreign_code(model)
-    if files:
-        return [f"model.trust_remote_code=true: code from {model.path} is run ({', '.join(files)})"]
-    return [f"model.trust_remote_code=true without effect: the network of {model.path} is known, no code of it is run"]
+def announce_code(model: ModelSection) -> None:
+    """Say what model.trust_remote_code does, before it does: once, on standard output."""
+    if model.trust_remote_code and model.init == "pretrained" and os.environ.get("RANK", "0") == "0":
+        files = foreign_code(model)
+        done = (
+            f"code from {model.path} is run ({', '.join(files)})"
+            if files
+            else (f"without effect: the network of {model.path} is known, no code of it is run")
+        )
+        print(f"model.trust_remote_code=true: {done}", flush=True)
 
 
 def _check_family(model: ModelSection, config: object) -> None:

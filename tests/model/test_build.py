@@ -10,7 +10,7 @@ import torch
 
 from glmexp.config.errors import ArtifactError
 from glmexp.config.schema import ModelSection
-from glmexp.model.build import code_report, load_network, load_tokenizer
+from glmexp.model.build import announce_code, load_network, load_tokenizer
 from tests.engine.cells import configure
 from tests.model.samples import released_config, small_network
 
@@ -52,23 +52,24 @@ def test_code_in_a_folder_is_not_run_and_the_option_is_named(folder: Path, tmp_p
 
 
 def test_code_that_the_user_trusts_is_run_and_the_run_says_so(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     trusted = section(folder, "model.trust_remote_code=true")
-    assert code_report(trusted) == [f"model.trust_remote_code=true: code from {folder} is run (sprout.py)"]
+    announce_code(trusted)
+    assert capsys.readouterr().out == f"model.trust_remote_code=true: code from {folder} is run (sprout.py)\n"
     with pytest.raises(Exception, match=r"(?i)sprout"):  # it has no weights
         load_network(trusted, torch.float32)
     assert (tmp_path / "marker").exists()
 
 
-def test_a_released_folder_loads_without_its_code(tmp_path: Path) -> None:
+def test_a_released_folder_loads_without_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_network("chatglm").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(released_config("chatglm")))
     (tmp_path / "modeling_chatglm.py").write_text("raise SystemExit('was run')")
     assert load_network(section(tmp_path), torch.float32).config.release == "chatglm"
-    (said,) = code_report(section(tmp_path, "model.trust_remote_code=true"))
-    assert "without effect" in said
+    announce_code(section(tmp_path, "model.trust_remote_code=true"))
+    assert "without effect" in capsys.readouterr().out
 
 
 def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
