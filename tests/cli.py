@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 # Short and quiet: what a test of something else than training wants.
+MARK = "GLMEXP_TEST_MARK"
+_marks: dict[int, str] = {}
 SHORT = ("train.max_steps=2", "eval=none", "tracker=none", "precision=fp32")
 
 
@@ -38,22 +41,23 @@ def glmexp(
 def started(
     *words: str, folder: Path, before: tuple[str, ...] = (sys.executable, "-m"), **more: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """The same while it runs. Its whole process group is ended on the way out."""
+    """The same while it runs. All that it has started is ended on the way out."""
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [*before, "glmexp", *_last_wins(words)],
         cwd=folder,
-        env=environment(**more),
+        env=environment(**{MARK: mark}, **more),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     )
+    _marks[process.pid] = mark
     try:
         yield process
     finally:
-        if group(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
+        for pid in alive(process):
+            os.kill(pid, signal.SIGKILL)
         process.wait()
         for stream in (process.stdout, process.stderr):
             if stream is not None:
@@ -66,17 +70,21 @@ def _last_wins(words: tuple[str, ...]) -> list[str]:
     return list(by_key.values())
 
 
-def group(session: int) -> list[int]:
-    """Living processes of a session that ``started`` opened (zombies not counted)."""
+def alive(process: subprocess.Popen[str]) -> list[int]:
+    """Living processes that ``process`` has started, itself among them, whatever session they are in (no zombies).
+
+    Launchers put ranks into sessions of their own; what all inherit is the environment.
+    """
+    mark = f"{MARK}={_marks[process.pid]}".encode()
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            _, rest = stat.read_text().rsplit(")", 1)
-        except (FileNotFoundError, ProcessLookupError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if state != "Z":
+                    found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        state, _, _, session_id = rest.split()[:4]
-        if int(session_id) == session and state != "Z":
-            found.append(int(stat.parent.name))
     return found
 
 

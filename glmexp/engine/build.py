@@ -72,7 +72,18 @@ def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], t
         config=ds_config,
         dist_init_required=False,
     )
+    _forget_warm_up_step(engine.basic_optimizer)
     return engine
+
+
+def _forget_warm_up_step(optimizer: torch.optim.Optimizer) -> None:
+    """At stage 0 in 16 bit DeepSpeed (0.19.8) takes a step with zero gradients to allocate Adam's states.
+
+    Adam counts it, and its bias correction makes the first real step 0.744 times as large as it should be.
+    """
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
 
 
 def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -44,16 +44,28 @@ def tensors(
     return {name: change(name, tensor) for name, tensor in whole(parameters) if tensor is not None}
 
 
-def masters(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
+def masters(
+    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: Any = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Each trained parameter's float32 master, whole, on every rank. Collective.
 
-    Where there is no master (stage 0 in fp32) the parameter is one itself.
+    ``optimizer``: DeepSpeed's, which at stage 0 in 16 bit keeps its masters to itself. Where there is no master
+    (stage 0 in fp32) the parameter is one itself.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
+    own = {
+        id(low): high
+        for group, masters in zip(
+            getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", []), strict=False
+        )
+        for low, high in zip(group, masters, strict=True)
+    }
     for name, parameter in parameters:
-        master = safe_get_full_fp32_param(parameter)
+        master = own.get(id(parameter))
+        if master is None:
+            master = safe_get_full_fp32_param(parameter)
         if master is None:
             with _gathered(parameter):
                 master = parameter.detach().clone()
-        yield name, master.reshape(getattr(parameter, "ds_shape", parameter.shape))
+        yield name, master.detach().reshape(getattr(parameter, "ds_shape", parameter.shape))

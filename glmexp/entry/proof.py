@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from glmexp.config.errors import UserError
 from glmexp.engine import distributed, fingerprint, gather
@@ -49,24 +48,25 @@ class Before:
     frozen: dict[str, int]
 
 
-def before(model: nn.Module) -> Before:
+def before(engine: Any) -> Before:
     """Take the fingerprints. Collective."""
-    return Before(_masters(model), fingerprint.of_parameters(frozen(model)))
+    return Before(_masters(engine), fingerprint.of_parameters(frozen(engine.module)))
 
 
-def _masters(model: nn.Module) -> dict[str, int]:
+def _masters(engine: Any) -> dict[str, int]:
     # float32 masters, not the 16-bit copies: a small step may vanish in bf16's rounding and yet be kept in the master.
-    return {name: fingerprint.of_tensor(value) for name, value in gather.masters(trainable(model))}
+    masters = gather.masters(trainable(engine.module), engine.optimizer)
+    return {name: fingerprint.of_tensor(value) for name, value in masters}
 
 
-def changes(model: nn.Module, start: Before, method: Method, steps: int) -> list[str]:
+def changes(engine: Any, start: Before, method: Method, steps: int) -> list[str]:
     """What moved and should not have, or did not and should. Collective."""
-    now = _masters(model)
+    now = _masters(engine)
     still = [name for name in method.must_move(list(now), steps) if now[name] == start.trained[name]]
     faults = []
     if still:
         faults.append(f"{len(still)} of {len(now)} trained tensors did not move: {', '.join(still[:3])}")
-    end = fingerprint.of_parameters(frozen(model))
+    end = fingerprint.of_parameters(frozen(engine.module))
     moved = [name for name, value in end.items() if value != start.frozen[name]]
     if moved:
         faults.append(f"{len(moved)} of {len(end)} frozen tensors changed: {', '.join(moved[:3])}")
@@ -79,7 +79,7 @@ def write_probe(engine: Any, rows: Sequence[Sequence[int]], run_folder: Path) ->
 
     content: dict[str, torch.Tensor] = {}
     for number, row in enumerate(sorted(rows, key=len)[:_PROBE_ROWS]):
-        ids = torch.tensor([row], dtype=torch.int64)
+        ids = torch.as_tensor(row, dtype=torch.int64)[None]
         content[f"{number}.input_ids"] = ids
         content[f"{number}.logits"] = _logits(engine, ids.to(distributed.device()))
     if distributed.rank() == 0:

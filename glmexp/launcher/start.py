@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -52,6 +53,8 @@ def _local(config: RunConfig, run_folder: Path) -> int:
 
     from glmexp.launcher.environment import rank_environment
 
+    # The ranks' own failures are shown below; the agent's lines about them would come first and say less.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     ranks = config.launcher.nproc or gpu_count() or 1
     launch = LaunchConfig(
         min_nodes=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,10 @@ def write(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> None:
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(tensors, folder, filename_pattern=_PATTERN, safe_serialization=True)
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    # What from_pretrained loads by default is the dtype that config.json names, not the file's.
+    config.dtype = next(iter(tensors.values())).dtype
+    config.save_pretrained(folder)
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

@@ -35,11 +35,13 @@ class Trace:
     weights: dict[str, torch.Tensor]
 
 
-def configure(*overrides: str, ranks: int = 2) -> RunConfig:
+def configure(*overrides: str, ranks: int = 2, gpus: int = 0) -> RunConfig:
     """A checked configuration of the demo data, four rows a rank in two micro batches."""
-    defaults = ["precision=fp32", "tracker=none", "train.max_steps=5", f"launcher.nproc={ranks}"]
+    defaults = ["tracker=none", "train.max_steps=5"]
+    if not any(one.startswith("precision=") for one in overrides):
+        defaults.append("precision=fp32")
     sizes = [] if any("micro_batch" in one for one in overrides) else ["train.micro_batch_size=2", "train.grad_accum=2"]
-    return run_config([*defaults, *sizes, *overrides], ranks=ranks)
+    return run_config([*defaults, *sizes, *overrides], ranks=ranks, gpus=gpus)
 
 
 def rows(config: RunConfig) -> tuple[list[Example], int]:
@@ -83,7 +85,7 @@ def engine_loop(config: RunConfig, folder: str) -> Trace:
         network = load_network(config.model, build.DTYPES[config.precision.dtype])
     model = config.method.apply(network, FAMILIES[config.model.family])
     engine = build.initialize(model, config, ds_config, STEPS)
-    start = proof.before(engine.module)
+    start = proof.before(engine)
     examples, pad_id = rows(config)
     train = config.train
     plan = StepPlan(
@@ -101,9 +103,11 @@ def engine_loop(config: RunConfig, folder: str) -> Trace:
         trace.grad_norms.append(metrics["train/grad_norm"])
 
     Loop(engine, steps, 1, on_metrics, lambda _: None).run()
-    trace.weights = {name: master.float().cpu() for name, master in gather.masters(build.trainable(engine.module))}
+    trace.weights = {
+        name: master.float().cpu() for name, master in gather.masters(build.trainable(engine.module), engine.optimizer)
+    }
     engine.eval()
-    faults = proof.changes(engine.module, start, config.method, STEPS)
+    faults = proof.changes(engine, start, config.method, STEPS)
     assert not faults, faults
     _write(engine, config, folder, examples)
     engine.destroy()

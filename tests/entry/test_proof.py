@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,11 +121,12 @@ def test_a_frozen_weight_that_moved_and_a_trained_one_that_did_not_are_found() -
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].requires_grad_(False)
     method = configure("method=full").method
-    start = proof.before(model)
+    engine = SimpleNamespace(module=model, optimizer=None)
+    start = proof.before(engine)
     with torch.no_grad():
         model[0].weight[0, 0] += 1e-3
         model[1].weight += 1.0
-    faults = proof.changes(model, start, method, steps=1)
+    faults = proof.changes(engine, start, method, steps=1)
     assert faults == [
         "1 of 2 trained tensors did not move: 1.bias",
         "1 of 2 frozen tensors changed: 0.weight",

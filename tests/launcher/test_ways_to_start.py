@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import SHORT, environment, glmexp, group, metrics, runs, started, status, wait_until
+from tests.cli import SHORT, alive, environment, glmexp, metrics, runs, started, status, wait_until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m")
 LONG = ("train.max_steps=100000", "eval=none", "tracker=none", "precision=fp32")
@@ -70,13 +70,13 @@ def _free_port() -> int:
         return one.getsockname()[1]
 
 
-def _rank_pid(session: int, rank: int) -> int:
-    for pid in group(session):
+def _rank_pid(process: subprocess.Popen[str], rank: int) -> int:
+    for pid in alive(process):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         if f"RANK={rank}".encode() in variables and b"glmexp" in command and b"torch.distributed.run" not in command:
             return pid
-    raise AssertionError(f"no rank {rank} in session {session}")
+    raise AssertionError(f"no rank {rank}")
 
 
 def _first_step(folder: Path) -> bool:
@@ -88,8 +88,8 @@ def test_a_killed_rank_ends_all_within_30_s_and_is_named(before: tuple[str, ...]
     nproc = () if before == TORCHRUN else ("launcher.nproc=2",)
     with started(*LONG, *nproc, folder=tmp_path, before=before) as process:
         wait_until(lambda: _first_step(tmp_path), 90, "first step")
-        os.kill(_rank_pid(process.pid, 1), signal.SIGKILL)
-        wait_until(lambda: not group(process.pid), 30, "all processes gone")
+        os.kill(_rank_pid(process, 1), signal.SIGKILL)
+        wait_until(lambda: not alive(process), 30, "all processes gone")
         _, err = process.communicate()
     assert process.returncode not in (0, None)
     assert "rank" in err
@@ -104,7 +104,7 @@ def test_ending_the_parent_leaves_no_process(number: signal.Signals, tmp_path: P
     with started(*LONG, "launcher.nproc=2", folder=tmp_path) as process:
         wait_until(lambda: _first_step(tmp_path), 90, "first step")
         os.kill(process.pid, number)
-        wait_until(lambda: not group(process.pid), 30, "all processes gone")
+        wait_until(lambda: not alive(process), 30, "all processes gone")
         process.communicate()
     assert process.returncode != 0
     (run,) = runs(tmp_path)
