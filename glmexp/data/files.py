@@ -80,6 +80,11 @@ class DataFile:
         words = {"Parquet": "row", "hub": "row", "JSON array": "record", "JSON object": "record"}
         return words.get(self.kind, "line")
 
+    @property
+    def line_encoding(self) -> str:
+        """Encoding of the lines in blocks, which have no byte order mark."""
+        return "utf-8" if self.encoding == "utf-8-sig" or _wide(self.encoding) else self.encoding
+
     def blocks(self) -> Iterator[Block]:
         """The file's rows in order. Raises DataError for what cannot be read past."""
         if self.kind == "JSON lines":
@@ -145,12 +150,12 @@ def raise_all(path: str, problems: list[Problem]) -> None:
 
 
 def parse_block(block: Block, encoding: str) -> list[Record | Fault]:
-    """Records and faults of a block. Raises UnicodeDecodeError with the place counted from the block's start."""
+    """Records and faults of a block whose bytes were found to be in ``encoding`` (``DataFile.line_encoding``)."""
     if block.text is None:
         return block.records
     parsed: list[Record | Fault] = []
     # Not splitlines(): U+2028 and U+0085 are allowed inside JSON text.
-    text = block.text.decode("utf-8" if encoding == "utf-8-sig" else encoding)
+    text = block.text.decode(encoding)
     for number, line in enumerate(text.split("\n"), start=block.first_line):
         if not line.strip("\ufeff \t\r\n\v\f"):
             continue
@@ -247,7 +252,7 @@ def _line_blocks(file: DataFile) -> Iterator[Block]:
             text = b"".join(lines)
             if offset == 0 and text.startswith(b"\xef\xbb\xbf"):
                 text, offset = text[3:], 3
-            decode(file.path, text, "utf-8" if file.encoding == "utf-8-sig" else file.encoding, line, offset)
+            decode(file.path, text, file.line_encoding, line, offset)
             yield Block(line, text, [])
             line, offset = line + len(lines), offset + len(text)
 

@@ -211,13 +211,13 @@ def _sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
     problems: list[Problem] = []
     for block in blocks:
         looked.append(block)
-        records = parse_block(block, file.encoding)
+        records = parse_block(block, file.line_encoding)
         rows = [one.value for one in records if not isinstance(one, Fault) and isinstance(one.value, dict)]
         if rows:
             return itertools.chain(looked, blocks), rows
         for one in records:
-            reason = one.reason if isinstance(one, Fault) else _no_object(one.value)
-            problems.append(Problem(f"{file.path}:{one.line}", reason))
+            fault = one if isinstance(one, Fault) else Fault(one.line, _no_object(one.value))
+            problems.append(Problem(f"{file.path}:{fault.line}", fault.reason, fault.fix))
     raise_all(file.path, problems)
     raise DataError(Problem(file.path, "the file is empty: it has no example", "rows of questions and answers"))
 

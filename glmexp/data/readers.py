@@ -241,7 +241,7 @@ def _questions(file: DataFile, record: Record, form: Form, outcome: Outcome, on_
         reject(file, outcome, Fault(record.line, error.reason, error.fix), _label(file, record), on_error)
         return
     for number, (name, context, question, answers) in enumerate(found, start=1):
-        label = name or f"{_label(file, record)} question {number}"
+        label = name if name and file.unit == "record" else f"{_label(file, record)} (question {name or number})"
         if not answers:
             outcome.read += 1
             outcome.drop("no answer in the text", label)

@@ -34,7 +34,7 @@ class Work:
 
     def do(self, block: Block) -> tuple[Part, Outcome]:
         """Parse, read and encode one block."""
-        rows, outcome = read_records(self.file, parse_block(block, self.file.encoding), self.forms, self.on_error)
+        rows, outcome = read_records(self.file, parse_block(block, self.file.line_encoding), self.forms, self.on_error)
         part = encode_rows(rows, self.encoding, self.renderer)
         for label, fault in part.faults:
             outcome.used -= 1

@@ -1,0 +1,62 @@
+"""Parquet and hub data sets: text stays text, everything else is named."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from glmexp.config.errors import DataError
+
+from .fakes import pairs, read_rows
+
+
+def parquet(folder: Path, name: str = "rows.parquet", **columns: list[Any]) -> str:
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / name)
+    return str(folder / name)
+
+
+def test_texts_of_a_parquet_file_stay_as_they_are(tmp_path: Path) -> None:
+    values = ["007", "2024-05-01", "NA", None]
+    read = read_rows(parquet(tmp_path, prompt=["q"] * 4, response=values))
+    assert pairs(read) == [("q", "007"), ("q", "2024-05-01"), ("q", "NA")]
+    assert "4 rows read, 3 used, 1 dropped (empty answer: row 4)" in read.report[0]
+
+
+def test_typed_columns_of_a_parquet_file_are_named_and_not_turned_into_text(tmp_path: Path) -> None:
+    path = parquet(tmp_path, prompt=["q"], response=[datetime.date(2024, 5, 1)])
+    with pytest.raises(DataError, match=r"rows\.parquet: row 1: 'response' must be text, found a date"):
+        read_rows(path)
+
+
+def test_lists_of_turns_in_a_parquet_file_are_conversations(tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]]
+    assert pairs(read_rows(parquet(tmp_path, messages=turns))) == [("q", "a")]
+
+
+def test_a_parquet_file_is_known_by_its_contents_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    path = parquet(tmp_path, "rows.data", prompt=["q"], response=["a"])
+    assert pairs(read_rows(path)) == [("q", "a")]
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content[:-20])
+    with pytest.raises(DataError, match=r"rows\.data: broken Parquet: "):
+        read_rows(path)
+
+
+def test_a_hub_data_set_is_read_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    parquet(folder, "train.parquet", question=["1", "2"], answer=["a", "b"])
+    read = read_rows(f"hub:{folder}:train")
+    assert pairs(read) == [("1", "a"), ("2", "b")]
+    with pytest.raises(DataError, match=r"hub:.*:nosuch: cannot be loaded: .*nosuch"):
+        read_rows(f"hub:{folder}:nosuch")
+    with pytest.raises(DataError, match="names no split of a hub data set"):
+        read_rows("hub:owner/name")
