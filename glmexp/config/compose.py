@@ -66,10 +66,13 @@ def request(arguments: Arguments, machine: Machine, outside: bool | None = None)
     outside = machine.world_size is not None if outside is None else outside
     with hydra_tree.hydra_for(arguments) as hydra:
         composer = _Composer(hydra, machine, outside)
-        if arguments.multirun:
-            return composer.sweep(arguments.overrides)
-        config = composer.single(arguments.overrides)
-        composer.stop_on_problems()
+        try:
+            if arguments.multirun:
+                return composer.sweep(arguments.overrides)
+            config = composer.single(arguments.overrides)
+            composer.stop_on_problems()
+        except ConfigError as error:  # what ends composing early must not hide what was found before
+            raise ConfigError(*dict.fromkeys([*composer.problems, *error.problems])) from error
         return Request([config], None, composer.warnings)
 
 
@@ -231,11 +234,12 @@ class _Composer:
         params, problems = understand(lines, self.hydra.config_loader, multirun=True)
         self.problems.extend(problems)
         merged = {**{one.key: one for one in params}, **typed}
+        for one in [one for one in merged.values() if one.sweeps and not one.override.is_discrete_sweep()]:
+            self.problems.append(Problem(one.key, f"{one.value_text} has no end", "name the values: 1,2,4"))
+            del merged[one.key]
         axes: list[list[str]] = []
         for one in merged.values():
-            if one.sweeps and not one.override.is_discrete_sweep():
-                self.problems.append(Problem(one.key, f"{one.value_text} has no end", "name the values: 1,2,4"))
-            elif one.sweeps:
+            if one.sweeps:
                 prefix = (one.override.input_line or "").partition("=")[0]
                 axes.append([f"{prefix}={value}" for value in one.override.sweep_string_iterator()])
             else:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from pathlib import Path
 
 import pytest
 
+from glmexp.config.errors import ConfigError
 from glmexp.config.load import write
+from glmexp.config.nearest import keys, shipped_options
 from tests.config.helpers import asked, config, ds_file, refusal, rows_file
 
 
@@ -241,6 +245,45 @@ def test_single_mistakes_name_the_way_out(words: list[str], parts: list[str]) ->
     text = refusal(*words)
     for part in parts:
         assert part in text
+
+
+VALUES = [
+    *("", "null", "true", "-1", "1e400", "nan", "[]", "[a,b]", "{a:{b:1}}", "a,b", "range(1,3)", "interval(0,1)"),
+    *("glob(*)", "${method}", "${x}", "${", "'???'", "'", "a=b", "文", "[[1]]", "stage3", "str([1])", "~", "\\"),
+]
+ODD_KEYS = (
+    "hydra.searchpath",
+    "hydra.sweeper.params",
+    "hydra",
+    "hydra/launcher",
+    "method@x",
+    "a..b",
+    "",
+    "eval",
+    "run",
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_typed_is_a_run_or_a_refusal_and_never_a_traceback(seed: int) -> None:
+    dice = random.Random(seed)
+    names = [*keys(), *ODD_KEYS, *shipped_options()]
+    words = [f"{dice.choice(['', '', '+', '++', '~'])}{dice.choice(names)}={dice.choice(VALUES)}" for _ in range(2)]
+    if seed % 3 == 0:
+        words.insert(0, "-m")
+    with contextlib.suppress(ConfigError):
+        asked(*words)
+
+
+def test_what_ends_composing_early_does_not_hide_what_was_found_before() -> None:
+    text = refusal("zero=stage9", "method@x=lora", "optim.lr")
+    assert "zero has no option 'stage9'" in text
+    assert "optim.lr: is no override" in text
+    assert "Could not override 'method@x'" in text
+
+
+def test_an_endless_sweep_is_refused() -> None:
+    assert "optim.lr: interval(0,1) has no end" in refusal("-m", "optim.lr=interval(0,1)", "method.rank=2,4")
 
 
 def test_an_echo_of_a_wrong_value_is_reported_once() -> None:
