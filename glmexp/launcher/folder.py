@@ -13,25 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.load import dump, flatten, read, write
+from glmexp.config.load import write
 from glmexp.config.schema import RunConfig
 
 CONFIG = "config.yaml"
 STATUS = "status.json"
 FAILURES = "failures"
-_MAY_CHANGE = (
-    "run.",
-    "tracker.",
-    "launcher.",
-    "eval.",
-    "train.max_steps",
-    "train.epochs",
-    "train.save_steps",
-    "train.keep_checkpoints",
-    "train.log_steps",
-    "train.resume",
-)
-"""Keys that a resumed run may have other values of: they do not change what a step computes."""
 _RECORDED = ("torch", "deepspeed", "transformers", "peft", "hydra-core", "omegaconf", "wandb", "glmexp")
 
 
@@ -42,7 +29,6 @@ def make(config: RunConfig) -> Path:
     """
     if config.train.resume is not None:
         folder = run_of_checkpoint(Path(config.train.resume))
-        _check_same(read(folder / CONFIG), config)
     elif config.run.dir is not None:
         folder = Path(config.run.dir).absolute()
         if (folder / CONFIG).exists():
@@ -74,23 +60,6 @@ def run_of_checkpoint(path: Path) -> Path:
     raise ConfigError(
         Problem("train.resume", f"{path} is no run folder and lies in none", f"name a folder that holds {CONFIG}")
     )
-
-
-def _check_same(before: RunConfig, now: RunConfig) -> None:
-    """Raise ConfigError naming what a resumed run would change in the middle, with both values."""
-    old, new = flatten(dump(before)), flatten(dump(now))
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    problems = [
-        Problem(
-            key,
-            f"is {new.get(key)!r}, and the run to go on with has {old.get(key)!r}",
-            f"give {key}={old.get(key)}, or start a new run",
-        )
-        for key in changed
-        if not key.startswith(_MAY_CHANGE)
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _fresh(parent: Path) -> Path:
