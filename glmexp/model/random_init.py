@@ -15,7 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+)
 from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -42,8 +48,12 @@ def random_network(model: ModelSection, tokenizer: PreTrainedTokenizerBase, dtyp
     On the GPU where there is one, else on the CPU; partitioned while it is made where transformers knows of ZeRO-3.
     Raises ConfigError when the vocabulary is smaller than the tokenizer's.
     """
-    config = network_config(model, tokenizer)
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": model.attention}
+    return build(network_config(model, tokenizer), dtype, model.attention, model.init_seed)
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:
+    """The network of a configuration with random weights, in eval mode; see ``random_network``."""
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if is_deepspeed_zero3_enabled():
         network = AutoModelForCausalLM.from_config(config, **settings)
     else:
@@ -51,7 +61,7 @@ def random_network(model: ModelSection, tokenizer: PreTrainedTokenizerBase, dtyp
         with place, no_init_weights():
             network = AutoModelForCausalLM.from_config(config, **settings)
         network.tie_weights()
-    fill(network, model.init_seed)
+    fill(network, seed)
     return network.eval()
 
 
