@@ -77,41 +77,79 @@ def plain_loop(config: RunConfig, ranks: int) -> Trace:
     return Trace(losses, norms, {name: p.detach().clone() for name, p in build.trainable(model)})
 
 
-def engine_loop(config: RunConfig, folder: str) -> Trace:
-    """The product's own path on this rank, gathered and written as an artifact with its probe."""
+def _engine(config: RunConfig, steps: int) -> Any:
+    """The product's own path from the configuration to a DeepSpeed engine."""
     torch.manual_seed(config.train.seed)
     ds_config = lower(config, distributed.world_size())
     with build.partitioned_loading(ds_config):
         network = load_network(config.model, build.DTYPES[config.precision.dtype])
     model = config.method.apply(network, FAMILIES[config.model.family])
-    engine = build.initialize(model, config, ds_config, STEPS)
-    start = proof.before(engine)
-    examples, pad_id = rows(config)
+    return build.initialize(model, config, ds_config, steps)
+
+
+def _train(engine: Any, config: RunConfig, examples: Any, pad_id: int, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of ``steps`` optimizer steps."""
     train = config.train
     plan = StepPlan(
         len(examples), train.micro_batch_size, train.grad_accum, distributed.world_size(), distributed.rank(),
         train.seed, config.data.shuffle,
     )  # fmt: skip
-    steps = (
+    batches = (
         (step + 1, [collate(pick(examples, places), pad_id) for places in plan.micro_batches(step)])
-        for step in range(STEPS)
+        for step in range(steps)
     )
-    trace = Trace([], [], {})
+    losses, norms = [], []
 
     def on_metrics(_: int, metrics: dict[str, float]) -> None:
-        trace.losses.append(metrics["train/loss"])
-        trace.grad_norms.append(metrics["train/grad_norm"])
+        losses.append(metrics["train/loss"])
+        norms.append(metrics["train/grad_norm"])
 
-    Loop(engine, steps, 1, on_metrics, lambda _: None).run()
-    trace.weights = {
-        name: master.float().cpu() for name, master in gather.masters(build.trainable(engine.module), engine.optimizer)
-    }
+    Loop(engine, batches, 1, on_metrics, lambda _: None).run()
+    return losses, norms
+
+
+def engine_loop(config: RunConfig, folder: str) -> Trace:
+    """STEPS steps on this rank, gathered and written as an artifact with its probe."""
+    engine = _engine(config, STEPS)
+    start = proof.before(engine)
+    examples, pad_id = rows(config)
+    losses, norms = _train(engine, config, examples, pad_id, STEPS)
+    masters = gather.masters(build.trainable(engine.module), engine.optimizer)
+    trace = Trace(losses, norms, {name: master.float().cpu() for name, master in masters})
     engine.eval()
     faults = proof.changes(engine, start, config.method, STEPS)
     assert not faults, faults
     _write(engine, config, folder, examples)
     engine.destroy()
     return trace
+
+
+def learns_at_all_stages(overrides: list[str], steps: int = 40) -> dict[int, tuple[list[float], float, float]]:
+    """By stage: training losses, held-out loss before and after."""
+    found = {}
+    for stage in range(4):
+        config = configure(*overrides, f"zero=stage{stage}")
+        template = renderer(config.model.family, load_tokenizer(config.model))
+        data = prepare(config.data, config.train.seed, template)
+        engine = _engine(config, steps)
+        before = _held_out(engine, data.eval, template.pad_id)
+        losses, _ = _train(engine, config, data.train, template.pad_id, steps)
+        found[stage] = (losses, before, _held_out(engine, data.eval, template.pad_id))
+        engine.destroy()
+    return found
+
+
+def _held_out(engine: Any, examples: Any, pad_id: int) -> float:
+    """Mean loss; every rank computes it on all rows."""
+    engine.eval()
+    total, tokens = 0.0, 0
+    for first in range(0, len(examples), 8):
+        batch = collate([examples[place] for place in range(first, min(first + 8, len(examples)))], pad_id)
+        with torch.no_grad():
+            total += float(loss_sum(engine(input_ids=batch["input_ids"], use_cache=False).logits, batch["labels"]))
+        tokens += supervised_tokens(batch["labels"])
+    engine.train()
+    return total / tokens
 
 
 def _write(engine: Any, config: RunConfig, folder: str, examples: list[Example]) -> None:
