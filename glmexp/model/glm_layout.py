@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GlmConfig
+from transformers import GlmConfig, GlmForCausalLM
 
 from glmexp.config.errors import ArtifactError, Problem
+from glmexp.model.chatglm2 import ChatGLM2ForConditionalGeneration
 from glmexp.model.configuration import ChatGLM2Config
 from glmexp.model.rope import ROPE_BASE
 
@@ -144,7 +146,7 @@ def to_glm(state_dict: Mapping[str, Tensor], config: ChatGLM2Config) -> dict[str
         if name.endswith("rotary_pos_emb.inv_freq"):
             continue
         module, _, kind = name.rpartition(".")
-        places = list(_glm_modules(module))
+        places = list(glm_modules(module))
         parts = split_rows(tensor, config) if len(places) == 3 else (tensor,)
         result |= {f"{place}.{kind}": part for place, part in zip(places, parts, strict=True)}
     return result
@@ -156,7 +158,7 @@ def from_glm(state_dict: Mapping[str, Tensor], config: GlmConfig) -> dict[str, T
     result: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
         module, _, kind = name.rpartition(".")
-        place, part = _chatglm_module(module)
+        place, part = chatglm_module(module)
         if part is None:
             result[f"{place}.{kind}"] = tensor
         elif part == 0:
@@ -179,7 +181,7 @@ def split_rows(fused: Tensor, config: ChatGLM2Config) -> tuple[Tensor, Tensor, T
     return query.clone(), key.clone(), value.clone()
 
 
-def _glm_modules(module: str) -> Iterator[str]:
+def glm_modules(module: str) -> Iterator[str]:
     """The modules that hold what ``module`` of the released layout holds: three for the fused one."""
     found = re.fullmatch(rf"{re.escape(LAYERS)}(\d+)\.(.+)", module)
     if module in TOP:
@@ -192,7 +194,7 @@ def _glm_modules(module: str) -> Iterator[str]:
         raise ArtifactError(Problem(module, "has no place in GlmForCausalLM", "only the network itself is converted"))
 
 
-def _chatglm_module(module: str) -> tuple[str, int | None]:
+def chatglm_module(module: str) -> tuple[str, int | None]:
     """The released module that holds what ``module`` of GlmForCausalLM holds, and which third of it."""
     found = re.fullmatch(rf"{re.escape(GLM_LAYERS)}(\d+)\.(.+)", module)
     for released, glm in TOP.items():
@@ -205,3 +207,20 @@ def _chatglm_module(module: str) -> tuple[str, int | None]:
             if found[2] == glm:
                 return f"{LAYERS}{found[1]}.{released}", None
     raise ArtifactError(Problem(module, "has no place in ChatGLM2/3", "only the network itself is converted"))
+
+
+def folder_to_glm(source: Path, target: Path) -> None:
+    """Write the checkpoint folder ``source`` (ChatGLM2/3) to ``target`` as ``GlmForCausalLM``, in its own dtype.
+    The tokenizer is not part of it."""
+    network = ChatGLM2ForConditionalGeneration.from_pretrained(source, dtype="auto")
+    with torch.device("meta"):
+        glm = GlmForCausalLM(glm_config(network.config)).to(network.dtype)
+    glm.save_pretrained(target, state_dict=to_glm(network.state_dict(), network.config))
+
+
+def folder_from_glm(source: Path, target: Path, release: str = "chatglm3") -> None:
+    """Write the ``GlmForCausalLM`` folder ``source`` to ``target`` in the released layout, in its own dtype."""
+    glm = GlmForCausalLM.from_pretrained(source, dtype="auto")
+    with torch.device("meta"):
+        network = ChatGLM2ForConditionalGeneration(chatglm_config(glm.config, release)).to(glm.dtype)
+    network.save_pretrained(target, state_dict=from_glm(glm.state_dict(), glm.config))
