@@ -242,9 +242,10 @@ def _questions(file: DataFile, record: Record, form: Form, outcome: Outcome, on_
         return
     for number, (name, context, question, answers) in enumerate(found, start=1):
         label = name if name and file.unit == "record" else f"{_label(file, record)} (question {name or number})"
-        if not answers:
+        missing = not context.strip() or not question.strip()
+        if missing or not answers:
             outcome.read += 1
-            outcome.drop("no answer in the text", label)
+            outcome.drop(EMPTY_PROMPT if missing else "no answer in the text", label)
             continue
         _count_form(outcome, form)
         text = QUESTION_TEXTS[form.format].format(context=context, question=question)
@@ -272,8 +273,6 @@ def question_rows(value: dict[str, Any]) -> Iterator[Question]:
     for one in questions:
         name = one.get("id", one.get("query_id"))
         question = text_of(one.get("question", one.get("query_text")), "'question'")
-        if not context.strip() or not question.strip():
-            raise TurnError(f"{'context' if question.strip() else 'question'!r} is empty (question {name})")
         yield (None if name is None else str(name)), context, question, _answers(one)
 
 

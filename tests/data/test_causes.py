@@ -367,6 +367,27 @@ CASES = [
         file="squad.json",
     ),
     Case(
+        "empty_question_in_a_comprehension_set",
+        "CMRC 2018's own trial set has an empty question: it is answered all the same, or the file is refused",
+        json.dumps(
+            {
+                "context": "A long enough English text.",
+                "qas": [
+                    {"id": "x", "question": "", "answers": [{"text": "text"}]},
+                    {"id": "y", "question": "r?", "answers": [{"text": "text"}]},
+                ],
+            }
+        ).encode(),
+        [
+            (
+                "Read the text and answer the question with words from it.\n\n"
+                "A long enough English text.\n\nQuestion: r?",
+                "text",
+            )
+        ],
+        says=("2 rows read, 1 used, 1 dropped (empty prompt: line 1 (question x))",),
+    ),
+    Case(
         "flat_questions_of_the_hub",
         "answers as {'text': [...]}: the label is the Python form of a dict",
         jsonl(
