@@ -214,13 +214,13 @@ def folder_to_glm(source: Path, target: Path) -> None:
     The tokenizer is not part of it."""
     network = ChatGLM2ForConditionalGeneration.from_pretrained(source, dtype="auto")
     with torch.device("meta"):
-        glm = GlmForCausalLM(glm_config(network.config)).to(network.dtype)
-    glm.save_pretrained(target, state_dict=to_glm(network.state_dict(), network.config))
+        glm: Any = GlmForCausalLM(glm_config(network.config))
+    glm.to(network.dtype).save_pretrained(target, state_dict=to_glm(network.state_dict(), network.config))
 
 
 def folder_from_glm(source: Path, target: Path, release: str = "chatglm3") -> None:
     """Write the ``GlmForCausalLM`` folder ``source`` to ``target`` in the released layout, in its own dtype."""
     glm = GlmForCausalLM.from_pretrained(source, dtype="auto")
     with torch.device("meta"):
-        network = ChatGLM2ForConditionalGeneration(chatglm_config(glm.config, release)).to(glm.dtype)
-    network.save_pretrained(target, state_dict=from_glm(glm.state_dict(), glm.config))
+        network: Any = ChatGLM2ForConditionalGeneration(chatglm_config(glm.config, release))
+    network.to(glm.dtype).save_pretrained(target, state_dict=from_glm(glm.state_dict(), glm.config))

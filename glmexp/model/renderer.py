@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
@@ -83,6 +84,8 @@ class TemplateRenderer:
         self.pad_id = int(tokenizer.pad_token_id)
         end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")
         self.stop_ids = sorted({int(tokenizer.eos_token_id), int(end_of_text)})
+        special = sorted((one.content for one in tokenizer.added_tokens_decoder.values() if one.special), key=len)
+        self._special = re.compile("(" + "|".join(map(re.escape, reversed(special))) + ")")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -140,24 +143,40 @@ class TemplateRenderer:
                 raise DataError(
                     Problem("messages", "tools are not part of this chat template", "leave such rows out, or chatglm3")
                 )
-        # One call for text and ids would read <|im_end|> in a user's text as the end of the turn.
+        # One call for text and ids would read <|im_end|> in a user's text as the end of the turn. So the template's own
+        # special tokens are put in as ids; what stands between two of them is encoded together, as the release does.
         marked = [{**message, "content": _MARK.format(place)} for place, message in enumerate(messages)]
         frame = self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=add_generation_prompt)
         ids: list[int] = []
+        text = ""
         for place, message in enumerate(messages):
             head, found, frame = frame.partition(_MARK.format(place))
             if not found:
                 raise DataError(
                     Problem("chat template", "a message is left out or changed", "use a template that keeps each text")
                 )
-            ids += self._encode(head, special=True)
-            ids += self._encode(str(message["content"]), special=False)
-        return ids + self._encode(frame, special=True)
+            text = self._frame(text, head, ids)
+            if message["role"] == "assistant":  # a generation is given what stands before the answer, whole
+                ids += self._encode(text)
+                text = ""
+            text += str(message["content"])
+        return ids + self._encode(self._frame(text, frame, ids))
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _frame(self, text: str, frame: str, ids: list[int]) -> str:
+        """Add ``text`` and the template's ``frame`` behind it to ``ids``, up to the last special token of the frame.
+        Returns what is left to be encoded with what follows."""
+        *parts, rest = self._special.split(frame)
+        for plain, token in zip(parts[::2], parts[1::2], strict=True):
+            ids += self._encode(text + plain)
+            ids.append(int(self.tokenizer.convert_tokens_to_ids(token)))
+            text = ""
+        return text + rest
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids of a text in which no special token is read."""
         if not text:
             return []
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def shown(template: Renderer, ids: Sequence[int]) -> str:
