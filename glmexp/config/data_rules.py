@@ -69,7 +69,7 @@ def prompts(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def _known_encoding(name: str) -> bool:
     try:
-        b"".decode(name)  # codecs.lookup alone also finds base64 and the like
+        "a".encode(name)  # codecs.lookup alone also finds base64 and the like
     except LookupError:
         return False
     return True

@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,24 @@ def test_loss_is_the_mean_over_supervised_tokens_however_rows_are_spread(ranks: 
         assert result.metrics["loss"] == pytest.approx(expected, abs=1e-6)  # float32 sums of 12 numbers
         assert result.metrics["perplexity"] == pytest.approx(math.exp(expected), rel=1e-6)
         assert f"(5 rows, {tokens} tokens)" in result.lines[0]
+
+
+def test_logits_of_one_batch_at_a_time_are_alive(tmp_path: Path) -> None:
+    """Memory does not grow with the number of rows: what is kept of a batch is its sum."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    class Watched(TableModel):
+        def __call__(self, **inputs: Any) -> SimpleNamespace:
+            nonlocal most
+            most = max(most, sum(ref() is not None for ref in alive))
+            output = super().__call__(**inputs)
+            alive.append(weakref.ref(output.logits))
+            return output
+
+    run_on_ranks(Loss(every=None), Watched(), None, tmp_path, 1, size=1, rows=list(ROWS) * 20)
+    assert len(alive) == 3 * 100
+    assert most == 0
 
 
 def test_only_supervised_positions_are_copied_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
