@@ -162,10 +162,13 @@ def parse_block(block: Block, encoding: str) -> list[Record | Fault]:
         try:
             parsed.append(Record(number, json.loads(line)))
         except ValueError as error:
-            parsed.append(Fault(number, f"broken JSON: {_reason(error)}"))
+            parsed.append(Fault(number, f"broken JSON: {_reason(error)}", _REPAIR))
         except RecursionError:
-            parsed.append(Fault(number, "broken JSON: nested too deeply"))
+            parsed.append(Fault(number, "broken JSON: nested too deeply", _REPAIR))
     return parsed
+
+
+_REPAIR = "repair it, or data.on_error=skip leaves such rows out and counts them"
 
 
 def whole_text(file: DataFile) -> str:

@@ -118,7 +118,8 @@ def reject(file: DataFile, outcome: Outcome, fault: Fault, label: str, on_error:
     """A row that is an error, or left out and counted where the user said so."""
     outcome.read += 1
     if on_error == "skip":
-        outcome.drop(f"skipped, {fault.reason}", label)
+        # Without the place inside the line: the same fault is one reason, however many lines have it.
+        outcome.drop(f"skipped, {fault.reason.partition(' (character ')[0]}", label)
         return
     where = f"{file.path}:{fault.line}" if file.unit != "row" else f"{file.path}: row {fault.line}"
     outcome.problems.append(Problem(where, fault.reason, fault.fix))

@@ -23,3 +23,12 @@ def test_prompts_are_padded_on_the_left_and_positions_count_real_tokens() -> Non
     assert batch["input_ids"].tolist() == [[PAD, USER, A, ASSISTANT], [USER, C, C, ASSISTANT]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
     assert batch["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
+
+
+def test_a_padding_id_that_is_the_end_token_hides_no_end() -> None:
+    """Masks and labels come from lengths, never from comparing ids."""
+    rows = [example("a", "b" * size) for size in (1, 2, 4, 8)]
+    batch = collate(rows, END)
+    assert int((batch["labels"] == END).sum()) == len(rows)
+    assert int(batch["attention_mask"].sum()) == sum(len(row.input_ids) for row in rows)
+    assert batch["lengths"].tolist() == [len(row.input_ids) for row in rows]
