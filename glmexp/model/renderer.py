@@ -69,7 +69,7 @@ class ChatGLMRenderer:
     def sees(self, context: int) -> str:
         """What sees what in a row whose first ``context`` tokens come before what is learned."""
         if self.release == "chatglm":
-            return f"the first {context - 1} tokens see each other in both directions, later ones what is before them"
+            return f"the first {context} tokens see each other in both directions, later ones what is before them"
         return "each token sees itself and what is before it"
 
 
