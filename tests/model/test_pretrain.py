@@ -14,7 +14,7 @@ from glmexp.model.pretrain import HOME, IGNORE, RECORD, RowMaker, Schedule, fact
 from glmexp.model.tiny.corpus import Knowledge, chats, load_knowledge, tokenizer_text, training_chats
 from glmexp.model.tiny.recipes import CHATGLM_VOCABULARY, RECIPES, VOCABULARY
 
-SHIPPED = ["tiny"]
+SHIPPED = ["tiny", "tiny_qwen2"]
 QUICK = Schedule(passes=2, batch_tokens=512, warmup_steps=5, max_steps=20, threads=1)
 CHAT = (("“苹果”用英语怎么说？", "apple"),)
 
