@@ -43,7 +43,12 @@ def tokenizer_location(model: ModelSection) -> str:
 
 
 def _shipped(name: str) -> str:
-    return str(Path(__file__).parent / "tiny" / name)
+    folder = Path(__file__).parent / "tiny" / name
+    if not (folder / "config.json").exists():  # transformers would take the path for a hub name and ask there
+        raise ArtifactError(
+            Problem("model.path", f"builtin:{name} is not shipped", "model.path=FOLDER of a checkpoint")
+        )
+    return str(folder)
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:

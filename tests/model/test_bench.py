@@ -47,4 +47,6 @@ def test_precision_is_finite_and_near_float32_in_every_release() -> None:
         assert case["finite"], case
         assert case["generated"] == 16
         assert case["logits_relative"] < {"bf16": 2e-2, "fp16": 3e-3}[case["format"]]
+        if case["release"] != "chatglm":
+            assert case["logits_relative"] < 1.2 * case["glm_logits_relative"]
         assert case["gradients_relative"] < {"bf16": 3e-2, "fp16": 5e-3}[case["format"]]
