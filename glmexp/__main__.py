@@ -71,6 +71,8 @@ def _run(arguments: Arguments, world_size: int | None) -> int:
             Problem("-m", "a sweep starts ranks of its own for each trial", "run it without torchrun or deepspeed")
         )
     asked = request(arguments, Machine(gpu_count(), world_size))
+    if any(trial.entry.name == "doctor" for trial in asked.trials):
+        return _doctor(asked)
     for warning in asked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     from glmexp.launcher.start import start, sweep
@@ -79,6 +81,15 @@ def _run(arguments: Arguments, world_size: int | None) -> int:
         return start(asked.trials[0], _run_rank)
     trials, folder = _claimed(asked)
     return sweep(trials, folder, _run_rank)
+
+
+def _doctor(asked: Request) -> int:
+    """What only tells something needs no run folder and no ranks."""
+    if asked.sweep_folder is not None:
+        raise ConfigError(Problem("-m", "entry=doctor tells about one configuration", "leave out -m"))
+    from glmexp.entry.doctor import tell
+
+    return tell(asked.trials[0], asked.origins)
 
 
 def _run_rank(run_folder: Path, shows_failures: bool) -> int:

@@ -51,6 +51,8 @@ class Request:
     warnings: list[str]
     folder_chosen: bool = False
     """The sweep's folder is the user's choice, not a time stamp."""
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Dotted key to the file or override that set it, of a single run."""
 
 
 def run_config(overrides: Sequence[str], ranks: int = 1, gpus: int = 0) -> RunConfig:
@@ -73,7 +75,7 @@ def request(arguments: Arguments, machine: Machine, outside: bool | None = None)
             composer.stop_on_problems()
         except ConfigError as error:  # what ends composing early must not hide what was found before
             raise ConfigError(*dict.fromkeys([*composer.problems, *error.problems])) from error
-        return Request([config], None, composer.warnings)
+        return Request([config], None, composer.warnings, origins=composer.origins)
 
 
 class _Composer:
@@ -83,6 +85,7 @@ class _Composer:
         self.outside = outside
         self.problems: list[Problem] = []
         self.warnings: list[str] = []
+        self.origins: dict[str, str] = {}
 
     def stop_on_problems(self) -> None:
         """Raise what was found, each problem once."""
@@ -130,6 +133,7 @@ class _Composer:
             noted += inherit.inherit(tree, saved, _explicit(tree), _chosen(tree, given, groups))
         self.problems.extend([*tree.problems, *noted, *_unchosen_hooks(tree)])
         origins = {key: origin.words for key, origin in tree.origins.items()}
+        self.origins = {key: f"{words}{_through(key, tree)}" for key, words in origins.items()}
         texts = {one.key: one.value_text for one in given if not one.sweeps and one.value_text[:1] not in "'\"[{"}
         config, problems = examine(tree.values, Source(origins, texts))
         wrong = {problem.where for problem in problems}
@@ -285,6 +289,14 @@ def _drop_alternatives(tree: Tree) -> None:
         first, second = tree.origins.get(given), tree.origins.get(default)
         if first is not None and second is not None and not first.default and second.default:
             values[default.split(".")[1]] = None
+
+
+def _through(key: str, tree: Tree) -> str:
+    """``: ${method.lr}, set by conf/method/lora.yaml`` for a key that repeats another one's value."""
+    target = re.fullmatch(r"\$\{([\w.]+)\}", tree.interpolated.get(key, ""))
+    if target is None or target[1] not in tree.origins:
+        return ""
+    return f": {target[0]}, set by {tree.origins[target[1]].words}{_through(target[1], tree)}"
 
 
 def _unchosen_hooks(tree: Tree) -> Iterator[Problem]:

@@ -2,8 +2,8 @@
 
 Paths and their defaults: https://www.deepspeed.ai/docs/config-json/ and ``deepspeed/runtime/zero/config.py``. Not
 written: ``optimizer`` and ``scheduler`` (the engine hands torch's AdamW and its own schedule to DeepSpeed; that AdamW
-is on DeepSpeed's list of tested ones, so ``zero_allow_untested_optimizer`` is not needed), ``data_types`` and
-``communication_data_type`` (DeepSpeed's own choice, the model's dtype, for accumulation and reduction).
+is on DeepSpeed's list of tested ones, so ``zero_allow_untested_optimizer`` is not needed) and ``data_types``
+(DeepSpeed's own choice, the model's dtype, for accumulation).
 """
 
 from __future__ import annotations
@@ -49,9 +49,38 @@ def _scale(name: str) -> Callable[[RunConfig], Any]:
     return write
 
 
+def _on_nvme(part: str, name: str) -> Callable[[RunConfig], Any]:
+    """An option that is read only where ``part`` (optimizer, params) is offloaded to nvme."""
+    return lambda config: getattr(config.offload, name) if getattr(config.offload, part) == "nvme" else None
+
+
 ZERO = "zero_optimization"
 OPTIMIZER = f"{ZERO}.offload_optimizer"
 PARAMS = f"{ZERO}.offload_param"
+SAME_NAME = (
+    "stage",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "reduce_scatter",
+    "contiguous_gradients",
+    "round_robin_gradients",
+    "use_multi_rank_bucket_allreduce",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "sub_group_size",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "memory_efficient_linear",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+)
+"""Keys that are called alike in the zero section and under ``zero_optimization``."""
 TABLE: tuple[Row, ...] = (
     Row("train_batch_size", "train.batch_size"),
     Row("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
@@ -65,25 +94,28 @@ TABLE: tuple[Row, ...] = (
     Row("fp16.loss_scale_window", "precision.loss_scale_window", _scale("loss_scale_window")),
     Row("fp16.hysteresis", "precision.hysteresis", _scale("hysteresis")),
     Row("fp16.min_loss_scale", "precision.min_loss_scale", _scale("min_loss_scale")),
-    Row(f"{ZERO}.stage", "zero.stage"),
-    Row(f"{ZERO}.reduce_bucket_size", "zero.reduce_bucket_size"),
-    Row(f"{ZERO}.allgather_bucket_size", "zero.allgather_bucket_size"),
-    Row(f"{ZERO}.overlap_comm", "zero.overlap_comm"),
-    Row(f"{ZERO}.reduce_scatter", "zero.reduce_scatter"),
-    Row(f"{ZERO}.contiguous_gradients", "zero.contiguous_gradients"),
-    Row(f"{ZERO}.round_robin_gradients", "zero.round_robin_gradients"),
-    Row(f"{ZERO}.stage3_prefetch_bucket_size", "zero.stage3_prefetch_bucket_size"),
-    Row(f"{ZERO}.stage3_param_persistence_threshold", "zero.stage3_param_persistence_threshold"),
-    Row(f"{ZERO}.stage3_max_live_parameters", "zero.stage3_max_live_parameters"),
-    Row(f"{ZERO}.stage3_max_reuse_distance", "zero.stage3_max_reuse_distance"),
-    Row(f"{ZERO}.sub_group_size", "zero.sub_group_size"),
+    Row("communication_data_type", "zero.communication_data_type"),
+    Row(f"{ZERO}.leaf_module.classes", "zero.leaf_modules"),
+    *(Row(f"{ZERO}.{name}", f"zero.{name}") for name in SAME_NAME),
     Row(f"{OPTIMIZER}.device", "offload.optimizer"),
     Row(f"{OPTIMIZER}.pin_memory", "offload.pin_memory", _pinned("optimizer")),
+    Row(f"{OPTIMIZER}.nvme_path", "offload.nvme_path", _on_nvme("optimizer", "nvme_path")),
+    Row(f"{OPTIMIZER}.pipeline_read", "offload.nvme_pipeline_read"),
+    Row(f"{OPTIMIZER}.pipeline_write", "offload.nvme_pipeline_write"),
     Row(f"{PARAMS}.device", "offload.params"),
     Row(f"{PARAMS}.pin_memory", "offload.pin_memory", _pinned("params")),
+    Row(f"{PARAMS}.nvme_path", "offload.nvme_path", _on_nvme("params", "nvme_path")),
+    Row(f"{PARAMS}.buffer_size", "offload.nvme_buffer_size"),
+    Row(f"{PARAMS}.buffer_count", "offload.nvme_buffer_count"),
+    Row(f"{PARAMS}.max_in_cpu", "offload.nvme_max_in_cpu"),
+    Row("aio.block_size", "offload.aio_block_bytes"),
+    Row("aio.queue_depth", "offload.aio_queue_depth"),
+    Row("aio.intra_op_parallelism", "offload.aio_threads"),
+    Row("aio.single_submit", "offload.aio_single_submit"),
+    Row("aio.overlap_events", "offload.aio_overlap_events"),
 )
 CONSTANT: dict[str, Any] = {
-    # torch's AdamW steps on the host too: DeepSpeed's own CPU Adam would be compiled on first use.
+    # The engine decides which AdamW steps on the host (offload.adam); DeepSpeed would refuse torch's.
     "zero_force_ds_cpu_optimizer": False,
     # The loop reports progress itself.
     "steps_per_print": 2**31,

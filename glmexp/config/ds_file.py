@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,9 +43,13 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     f"{ZERO}.elastic_checkpoint": (False,),
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": (True, False),
     f"{ZERO}.stage3_gather_fp16_weights_on_model_save": (True, False),
+    f"{ZERO}.zero_quantized_nontrainable_weights": (False,),
+    f"{ZERO}.parameter_alignment": (False,),
+    f"{ZERO}.compute_grad_norm": (True,),
     f"{OPTIMIZER}.fast_init": (False,),
+    f"{OPTIMIZER}.ratio": (1,),
+    "aio.use_gds": (False,),
     f"{OPTIMIZER}.buffer_count": (4,),
-    f"{PARAMS}.buffer_count": (5,),
     "fp16.auto_cast": (False,),
     "fp16.consecutive_hysteresis": (False,),
     "amp.enabled": (False,),
@@ -69,6 +74,8 @@ BETTER = {
     f"{ZERO}.cpu_offload_param": f"{PARAMS}.device",
     f"{ZERO}.stage3_gather_16bit_weights_on_model_save": "gather=full16",
 }
+NO_AUTO = {"gradient_clipping": "optim.max_grad_norm"}
+"""Keys that DeepSpeed reads without a check: where nobody fills "auto" in, it goes on with the word."""
 _AUTO = "auto"
 
 
@@ -129,7 +136,13 @@ def raise_file(path: Path) -> Raised:
     for ds_path, value in leaves.items():
         if ds_path in ("fp16", "bf16", "optimizer", "scheduler", ZERO, OPTIMIZER, PARAMS) and value in ({}, None):
             continue
-        if ds_path in direct:
+        if ds_path in NO_AUTO and value == _AUTO:
+            raised.refuse(
+                ds_path,
+                "'auto' is no number, and DeepSpeed would take it without a word",
+                f"leave it out: {NO_AUTO[ds_path]} decides; or write the number",
+            )
+        elif ds_path in direct:
             if value is not None and value != _AUTO:
                 _raise_value(raised, ds_path, direct[ds_path], value)
         else:
@@ -187,6 +200,12 @@ def _raise_schedule(raised: Raised, leaves: dict[str, Any]) -> None:
     if kind not in SCHEDULES:
         raised.refuse("scheduler.type", f"{shown(kind)} is not there", f"one of {', '.join(SCHEDULES)}")
         return
+    if kind != "WarmupLR" and f"{WARMUP}.total_num_steps" not in leaves:
+        raised.refuse(
+            f"{WARMUP}.total_num_steps",
+            f"is missing, and {kind} decays until then",
+            'the number of steps, or "auto": as many as the run has',
+        )
     raised.put("optim.schedule", SCHEDULES[kind], "scheduler.type")
     raised.warnings.append(
         f"{raised.file}: scheduler.type={kind} became optim.schedule={SCHEDULES[kind]}: linear warm-up from 0, "
@@ -196,8 +215,8 @@ def _raise_schedule(raised: Raised, leaves: dict[str, Any]) -> None:
 
 def _raise_value(raised: Raised, path: str, key: str, value: Any) -> None:
     if path.endswith(".device"):
-        if value not in ("cpu", "none"):
-            raised.refuse(path, f"{shown(value)} is not there", "cpu or none")
+        if value not in ("cpu", "nvme", "none"):
+            raised.refuse(path, f"{shown(value)} is not there", "cpu, nvme or none")
             return
         value = None if value == "none" else value
     if path == "gradient_clipping" and value in (0, "0"):
@@ -222,7 +241,10 @@ def _without_option(raised: Raised, path: str, value: Any, known: list[str]) -> 
     guesses = nearest(path, [*known, *OTHERS, *ANY_VALUE, "fp16.enabled", "bf16.enabled", "optimizer.type"])
     leaf = path.rsplit(".", 1)[-1]
     misplaced = [guess for guess in guesses if guess.rsplit(".", 1)[-1] == leaf]
-    if misplaced:
+    alike = max(misplaced, key=lambda one: difflib.SequenceMatcher(None, path, one).ratio(), default="")
+    if alike.count(".") == path.count(".") and difflib.SequenceMatcher(None, path, alike).ratio() > 0.9:
+        raised.refuse(path, "is no key that glmexp maps to an option", f"did you mean {alike}?")
+    elif misplaced:
         raised.refuse(path, "stands in the wrong place", f"it belongs to {' or '.join(misplaced)}")
     elif guesses:
         raised.refuse(path, "is no key that glmexp maps to an option", f"did you mean {' or '.join(guesses)}?")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config import data_rules, model_rules
+from glmexp.config import data_rules, ds_rules, model_rules
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.load import UnusableValueError
@@ -17,22 +17,6 @@ from glmexp.config.schema import RunConfig
 MICRO_BATCH_SIZE = 8
 """Where neither train.micro_batch_size nor train.batch_size is given."""
 GRAD_ACCUM = 1
-ZERO_STAGES: dict[str, tuple[int, ...]] = {
-    "reduce_bucket_size": (1, 2, 3),
-    "allgather_bucket_size": (1, 2),
-    "overlap_comm": (1, 2, 3),
-    "reduce_scatter": (1, 2, 3),
-    "contiguous_gradients": (1, 2, 3),
-    "round_robin_gradients": (1, 2),
-    "stage3_prefetch_bucket_size": (3,),
-    "stage3_param_persistence_threshold": (3,),
-    "stage3_max_live_parameters": (3,),
-    "stage3_max_reuse_distance": (3,),
-    "sub_group_size": (3,),
-}
-"""Key of the zero section to the stages in which DeepSpeed reads it."""
-SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-DYNAMIC_SCALE_KEYS = SCALE_KEYS[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +68,7 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
         ),
         artifact=dataclasses.replace(config.artifact, path=_whole(config.artifact.path)),
         model=dataclasses.replace(config.model, path=_whole_if_there(config.model.path)),
+        offload=dataclasses.replace(config.offload, nvme_path=_whole(config.offload.nvme_path)),
         deepspeed=dataclasses.replace(config.deepspeed, config_file=_whole(config.deepspeed.config_file)),
     )
 
@@ -116,7 +101,7 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
         save, last = config.train.save_steps, config.train.max_steps
         if save is not None and last is not None and save > last:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
-    else:
+    elif config.entry.name != "doctor":  # which only tells about them
         unused = sorted(key for key in explicit if key.split(".")[0] in ("train", "optim", "zero", "offload", "gather"))
         unused = [key for key in unused if key != "train.seed"]
         if unused:
@@ -170,76 +155,6 @@ def _batches(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         numbers = _batch(config, facts.ranks)
         if isinstance(numbers, Problem):
             yield numbers
-
-
-def _fp16(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    precision = config.precision
-    if precision.dtype == "fp16" and facts.gpus == 0 and config.entry.name != "export":
-        yield Problem(
-            "precision.dtype",
-            "fp16 needs a GPU and this machine has none: DeepSpeed's CPU accelerator refuses fp16",
-            "precision=bf16 or precision=fp32",
-        )
-    if precision.dtype != "fp16":
-        useless = [f"precision.{key}" for key in SCALE_KEYS if getattr(precision, key) is not None]
-        if useless:
-            yield Problem(
-                useless[0] if len(useless) == 1 else "precision",
-                f"{', '.join(useless)}: only fp16 has a loss scale, and the dtype is {precision.dtype}",
-                "leave out, or choose precision=fp16",
-            )
-    elif precision.loss_scale:
-        useless = [key for key in (f"precision.{key}" for key in DYNAMIC_SCALE_KEYS) if key in facts.explicit]
-        if useless:
-            yield Problem(
-                useless[0],
-                f"{', '.join(useless)} without effect: precision.loss_scale={precision.loss_scale:g} is a fixed scale",
-                "precision.loss_scale=0 is the dynamic one",
-            )
-
-
-def _offload(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    offload, stage = config.offload, config.zero.stage
-    if offload.params is not None and stage < 3:
-        yield Problem(
-            "offload.params",
-            f"parameter offload needs ZeRO stage 3, and the stage is {stage}: DeepSpeed would ignore it without a word",
-            "offload=optimizer, or zero=stage3",
-        )
-    if offload.optimizer is not None and stage == 0:
-        yield Problem(
-            "offload.optimizer",
-            "optimizer offload needs ZeRO stage 1, 2 or 3, and the stage is 0",
-            "offload=none, or zero=stage2",
-        )
-    if offload.pin_memory is not None and offload.optimizer is None and offload.params is None:
-        yield Problem("offload.pin_memory", "without effect: nothing is offloaded", "offload=optimizer or offload=all")
-
-
-def _zero(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    stage = config.zero.stage
-    useless = [
-        f"zero.{key}"
-        for key, stages in ZERO_STAGES.items()
-        if stage not in stages and getattr(config.zero, key) is not None
-    ]
-    if "zero.stage" in facts.explicit and useless:
-        names = ", ".join(useless)
-        yield Problem(
-            "zero.stage",
-            f"stage {stage} does not fit the values of the chosen option: without effect are {names}",
-            f"zero=stage{stage} sets all of them",
-        )
-        return
-    for key in useless:
-        stages = ZERO_STAGES[key.removeprefix("zero.")]
-        words = " and ".join(map(str, stages)) if len(stages) < 3 else "1, 2 and 3"
-        plural = "stage" if len(stages) == 1 else "stages"
-        yield Problem(
-            key,
-            f"without effect: DeepSpeed reads it in {plural} {words}, and the stage is {stage}",
-            f"leave it out, or zero=stage{stages[-1]}",
-        )
 
 
 def _method(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -373,6 +288,12 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     elif artifact is not None and not Path(artifact).expanduser().is_dir():
         yield Problem("artifact.path", f"{artifact} is no folder", "name a run folder or its artifact/")
+    if entry == "doctor" and config.doctor.explain is None:
+        yield Problem(
+            "doctor.explain", "is null, and there is nothing to tell", "doctor.explain=zero.reduce_bucket_size"
+        )
+    elif entry != "doctor" and config.doctor.explain is not None:
+        yield Problem("doctor.explain", f"without effect under entry={entry}", "entry=doctor")
     if entry == "export" and artifact is None:
         yield Problem("artifact.path", "is null, and entry=export needs an artifact", "artifact.path=FOLDER")
     if entry == "evaluate" and not config.eval.hooks:
@@ -385,9 +306,11 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     _batches,
-    _fp16,
-    _offload,
-    _zero,
+    ds_rules.fp16,
+    ds_rules.offload,
+    ds_rules.nvme,
+    ds_rules.zero,
+    ds_rules.zero_plus_plus,
     _method,
     _betas,
     _warmup,

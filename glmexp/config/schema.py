@@ -13,16 +13,18 @@ from typing import Annotated, Any, Literal
 
 @dataclass(frozen=True)
 class Bound:
-    """Range of a number: ``low`` and ``high`` inclusive unless ``above``/``below`` says exclusive."""
+    """Range of a number: ``low`` and ``high`` inclusive unless ``above``/``below`` says exclusive; its unit."""
 
     low: float | None = None
     high: float | None = None
     above: float | None = None
     below: float | None = None
+    unit: str = ""
 
 
 Count = Annotated[int, Bound(low=1)]
-Elements = Annotated[int, Bound(low=1)]
+Elements = Annotated[int, Bound(low=1, unit="elements")]
+ElementsOrNone = Annotated[int, Bound(low=0, unit="elements")]
 Rate = Annotated[float, Bound(low=0)]
 
 Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
@@ -120,28 +122,74 @@ class ZeroSection:
     """Copy gradients into one buffer as they are made (stages 1 to 3)."""
     round_robin_gradients: bool | None
     """Spread the copying of gradients over the ranks (stages 1 and 2)."""
-    stage3_prefetch_bucket_size: Annotated[int, Bound(low=0)] | None
+    use_multi_rank_bucket_allreduce: bool | None
+    """Join the buckets of several ranks into one all-reduce: fewer messages with many ranks (stages 1 and 2)."""
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None
+    """Number format in which gradients travel. Null: the run's dtype."""
+    stage3_prefetch_bucket_size: ElementsOrNone | None
     """Elements fetched ahead of their use (stage 3)."""
-    stage3_param_persistence_threshold: Annotated[int, Bound(low=0)] | None
+    stage3_param_persistence_threshold: ElementsOrNone | None
     """Parameters smaller than this many elements are never partitioned (stage 3)."""
+    stage3_model_persistence_threshold: ElementsOrNone | None
+    """Elements that may stay unpartitioned on a GPU by the threshold above, all together (stage 3)."""
     stage3_max_live_parameters: Elements | None
     """Elements kept whole on a GPU before they are released (stage 3)."""
     stage3_max_reuse_distance: Elements | None
     """A parameter used again within this many elements is not released (stage 3)."""
     sub_group_size: Elements | None
     """Elements that the optimizer updates at a time (stage 3)."""
+    stage3_module_granularity_threshold: ElementsOrNone | None
+    """Modules with fewer elements per descendant are fetched as one piece; 0 is off (stage 3)."""
+    stage3_use_all_reduce_for_fetch_params: bool | None
+    """Fetch parameters by all-reduce in place of all-gather: less work on the host (stage 3)."""
+    stage3_allgather_sequential: bool | None
+    """Fetch parameters one by one, without a bucket: a lower peak of memory (stage 3)."""
+    memory_efficient_linear: bool | None
+    """DeepSpeed's linear layer, which keeps no whole weight for the backward pass (stage 3)."""
+    leaf_modules: list[str] | None
+    """Class names of modules whose parameters are fetched together, as mixtures of experts need it (stage 3)."""
+    zero_hpz_partition_size: Count | None
+    """ZeRO++ hpZ: ranks that share a second copy of the weights, such as the GPUs of one host (stage 3)."""
+    zero_quantized_weights: bool | None
+    """ZeRO++ qwZ: weights travel in 8 bit; needs a GPU (stage 3)."""
+    zero_quantized_gradients: bool | None
+    """ZeRO++ qgZ: gradients travel in 4 bit; needs a GPU (stage 3)."""
 
 
 @dataclass
 class OffloadSection:
-    """What is kept in host memory in place of GPU memory."""
+    """What is kept in host memory, or on a disk, in place of GPU memory."""
 
-    optimizer: Literal["cpu"] | None
-    """Optimizer states and their step on the host (stages 1 to 3)."""
-    params: Literal["cpu"] | None
-    """Parameters on the host between their uses (stage 3)."""
+    optimizer: Literal["cpu", "nvme"] | None
+    """Optimizer states and their step on the host (stages 1 to 3); nvme: the states on a disk (stage 3)."""
+    params: Literal["cpu", "nvme"] | None
+    """Parameters on the host, or on a disk, between their uses (stage 3)."""
     pin_memory: bool | None
-    """Page-locked host memory: faster copies, cannot be swapped out."""
+    """Page-locked host memory: faster copies, cannot be swapped out; buffers are rounded up to powers of two."""
+    adam: Literal["deepspeed", "torch"] | None
+    """AdamW on the host. Null: DeepSpeedCPUAdam where there is a GPU and its op can be compiled, else torch's."""
+    nvme_path: str | None
+    """Folder on a local disk for what is offloaded to nvme."""
+    nvme_buffer_size: Elements | None
+    """Elements of one buffer between disk and host: no partition of a parameter may be larger (params=nvme)."""
+    nvme_buffer_count: Count | None
+    """Such buffers (params=nvme)."""
+    nvme_max_in_cpu: ElementsOrNone | None
+    """Elements of parameters that stay in host memory (params=nvme)."""
+    nvme_pipeline_read: bool | None
+    """Read the next optimizer states while these are updated (optimizer=nvme)."""
+    nvme_pipeline_write: bool | None
+    """Write updated optimizer states while the next are updated (optimizer=nvme)."""
+    aio_block_bytes: Count | None
+    """Bytes of one request to the disk (nvme)."""
+    aio_queue_depth: Count | None
+    """Requests that wait at the disk at a time (nvme)."""
+    aio_threads: Count | None
+    """Threads a rank that work on one read or write (nvme)."""
+    aio_single_submit: bool | None
+    """Hand requests to the disk one by one in place of as many as the queue takes (nvme)."""
+    aio_overlap_events: bool | None
+    """Hand in new requests while others are still waited for (nvme)."""
 
 
 @dataclass
@@ -301,8 +349,8 @@ class LauncherSection:
 class EntrySection:
     """What the run does."""
 
-    name: Literal["train", "evaluate", "export", "inspect"]
-    """train; evaluate: eval hooks on an artifact or base; export: assemble shards; inspect: show prepared data."""
+    name: Literal["train", "evaluate", "export", "inspect", "doctor"]
+    """train; evaluate: hooks on an artifact or base; export: assemble shards; inspect: show data; doctor: explain."""
 
 
 @dataclass
@@ -313,6 +361,14 @@ class InspectSection:
     """Examples that are shown token by token."""
     html: str | None
     """Write the same as a page to this file. Null: the terminal only."""
+
+
+@dataclass
+class DoctorSection:
+    """What entry=doctor tells."""
+
+    explain: str | None
+    """Dotted key of an option, such as zero.reduce_bucket_size: its meaning, unit, values, and who set it."""
 
 
 @dataclass
@@ -350,6 +406,7 @@ class RunConfig:
     train: TrainSection
     entry: EntrySection
     inspect: InspectSection
+    doctor: DoctorSection
     gather: GatherSection
     eval: EvalSection
     tracker: Any

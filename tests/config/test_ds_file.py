@@ -32,7 +32,7 @@ STAGE3 = {
         "type": "AdamW",
         "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": "1e-7", "weight_decay": 0.1, "torch_adam": True},
     },
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": "auto"}},
     "steps_per_print": 10,
 }
 
@@ -129,7 +129,12 @@ def test_a_key_that_agrees_is_no_contradiction(tmp_path: Path) -> None:
         ({"zero_optimization": {"gradient_clipping": 1}}, ["in the wrong place", "belongs to gradient_clipping"]),
         ({"reduce_bucket_size": 5}, ["it belongs to zero_optimization.reduce_bucket_size"]),
         ({"zero_optimization": {"cpu_offload": True}}, ["did you mean zero_optimization.offload_optimizer.device?"]),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, ["'nvme' is not there", "cpu or none"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, ["'gpu' is not there", "cpu, nvme or none"]),
+        ({"gradient_clipping": "auto"}, ["gradient_clipping: 'auto' is no number", "optim.max_grad_norm decides"]),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}},
+         ["scheduler.params.total_num_steps: is missing, and WarmupDecayLR decays until then"]),
+        ({"zero_optimization": {"stage": 3, "offload_params": {"device": "cpu"}}},
+         ["offload_params.device", "did you mean zero_optimization.offload_param.device"]),
         ({"optimizer": {"type": "Lamb"}}, ["optimizer.type: 'Lamb' is not there"]),
         ({"optimizer": {"params": {"lr": "fast"}}}, ["optim.lr: 'fast' is not a number", "optimizer.params.lr"]),
         ({"scheduler": {"type": "OneCycle"}}, ["one of WarmupLR, WarmupDecayLR, WarmupCosineLR"]),
@@ -150,7 +155,6 @@ def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path, content: Any, 
 
 def test_auto_means_as_the_options_say(tmp_path: Path) -> None:
     content = {
-        "gradient_clipping": "auto",
         "train_batch_size": "auto",
         "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"},
     }

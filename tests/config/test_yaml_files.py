@@ -16,11 +16,13 @@ EXTRA = {
         for option in ("alpaca", "adgen", "sharegpt", "messages", "cmrc2018", "squad")
     },
     ("entry", "export"): ["artifact.path={folder}"],
+    ("entry", "doctor"): ["doctor.explain=zero.stage"],
     ("offload", "all"): ["zero=stage3"],
+    ("offload", "nvme"): ["zero=stage3", "offload.nvme_path={folder}"],
     ("precision", "fp16"): [],
 }
 STUDIES = "experiments"
-COUNT = 51
+COUNT = 53
 COUNT_OF_STUDIES = 1
 
 
