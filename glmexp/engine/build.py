@@ -94,13 +94,12 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
-    on_gpu = torch.cuda.is_available()
-    if config.offload.optimizer is not None and on_gpu:
+    if config.offload.adam == "deepspeed":  # decided by launcher/needs.py, which has compiled it
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, **settings)
     # torch's own, not DeepSpeed's FusedAdam: that one is compiled on first use and needs a CUDA toolkit.
-    return torch.optim.AdamW(groups, **settings, fused=on_gpu)
+    return torch.optim.AdamW(groups, **settings, fused=torch.cuda.is_available())
 
 
 def quiet_deepspeed() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from glmexp.engine import distributed
+from glmexp.engine import distributed, host
 from glmexp.engine.loss import loss_sum, padded_inputs, supervised_tokens
 from glmexp.engine.perf import Stopwatch, peak_memory_bytes
 
@@ -134,6 +134,7 @@ class Loop:
             "perf/samples_per_s": size.rows / step_s,
             "data/padding_share": 1 - size.tokens / size.places,
             "mem/peak_bytes": distributed.max_over_ranks([float(peak_memory_bytes())])[0],
+            "mem/host_used_bytes": float(host.used_bytes()),
         }
         metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
         if self.engine.fp16_enabled():

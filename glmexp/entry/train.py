@@ -18,6 +18,7 @@ from glmexp.data.loader import Batches, ahead, threads
 from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
 from glmexp.engine import build, checkpoint, distributed
+from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
 from glmexp.entry import artifact, gate, proof
@@ -144,12 +145,16 @@ def _loop(
         if step < total and evaluation.due(step):
             evaluation.run(step, all_hooks=False)
 
+    swap = SwapWatch()
     with here.screen.progress(total, done) as bar:
 
         def on_metrics(step: int, metrics: dict[str, float]) -> None:
             here.record(step, {**metrics, "train/epoch": plan.epoch(step)})
             evaluation.train_losses.append(metrics["train/loss"])
             bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
+            swaps = swap.line(step)
+            if swaps is not None:
+                here.screen.lines([swaps])
 
         inputs = _inputs(here.config, template)
         Loop(engine, steps(), train.log_steps, on_metrics, after_step, inputs).run()

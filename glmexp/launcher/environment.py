@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glmexp.config.schema import RunConfig
@@ -35,6 +37,15 @@ def set_defaults() -> None:
         defaults["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns on the terminal that it found no other
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    os.environ["PATH"] = tools_path()
+
+
+def tools_path(environ: Mapping[str, str] = os.environ) -> str:
+    """PATH with the folder of this Python at its end: ninja lies there, and torch asks for it to load an op, also where
+    the environment is not activated."""
+    folders = environ.get("PATH", "").split(os.pathsep)
+    beside = str(Path(sys.executable).parent)
+    return os.pathsep.join([*folders, *([] if beside in folders else [beside])])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE
 from glmexp.config.schema import RunConfig
-from glmexp.launcher import failures, folder
+from glmexp.launcher import failures, folder, needs
 from glmexp.launcher.ranks import Outside, gpu_count, outside_ranks
 
 RUN_FOLDER_KEY = "glmexp/run_folder"
@@ -21,6 +21,7 @@ RunRank = Callable[[Path, bool], int]
 
 def start(config: RunConfig, run_rank: RunRank) -> int:
     """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
+    config = needs.prepare(config)
     run_folder = folder.make(config)
     if config.launcher.name == "env":
         return _lead(config, run_folder, run_rank)

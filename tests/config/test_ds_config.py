@@ -52,6 +52,66 @@ def test_deepspeeds_own_classes_read_what_the_options_say(stage: str, precision:
             assert getattr(half, name) == getattr(one.precision, name), name
 
 
+OPTIONS: dict[str, tuple[str, Any]] = {
+    "zero.use_multi_rank_bucket_allreduce": ("zero_config.use_multi_rank_bucket_allreduce", False),
+    "zero.stage3_model_persistence_threshold": ("zero_config.model_persistence_threshold", 77),
+    "zero.stage3_module_granularity_threshold": ("zero_config.module_granularity_threshold", 78),
+    "zero.stage3_use_all_reduce_for_fetch_params": ("zero_config.use_all_reduce_for_fetch_params", True),
+    "zero.stage3_allgather_sequential": ("zero_config.allgather_sequential", True),
+    "zero.memory_efficient_linear": ("zero_config.memory_efficient_linear", False),
+    "zero.leaf_modules": ("zero_config.leaf_module.classes", ["Expert"]),
+    "zero.zero_hpz_partition_size": ("zero_config.zero_hpz_partition_size", 2),
+    "zero.zero_quantized_weights": ("zero_config.zero_quantized_weights", True),
+    "zero.zero_quantized_gradients": ("zero_config.zero_quantized_gradients", True),
+    "offload.nvme_path": ("zero_config.offload_param.nvme_path", "/disk"),
+    "offload.nvme_buffer_size": ("zero_config.offload_param.buffer_size", 79),
+    "offload.nvme_buffer_count": ("zero_config.offload_param.buffer_count", 6),
+    "offload.nvme_max_in_cpu": ("zero_config.offload_param.max_in_cpu", 80),
+    "offload.nvme_pipeline_read": ("zero_config.offload_optimizer.pipeline_read", True),
+    "offload.nvme_pipeline_write": ("zero_config.offload_optimizer.pipeline_write", True),
+    "offload.aio_block_bytes": ("aio_config.block_size", 4096),
+    "offload.aio_queue_depth": ("aio_config.queue_depth", 9),
+    "offload.aio_threads": ("aio_config.intra_op_parallelism", 2),
+    "offload.aio_single_submit": ("aio_config.single_submit", True),
+    "offload.aio_overlap_events": ("aio_config.overlap_events", False),
+    "zero.communication_data_type": ("communication_data_type", "fp32"),
+    "optim.max_grad_norm": ("gradient_clipping", 0.25),
+}
+"""Option -> where DeepSpeed keeps it after parsing, and a value that is not its default."""
+
+
+def test_every_further_option_arrives_in_deepspeeds_own_configuration() -> None:
+    """Those of the cells above have their tests there; together they are all that the table writes."""
+    import torch
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    stage2 = {"zero.use_multi_rank_bucket_allreduce"}
+    for stage, keys in (("stage2", stage2), ("stage3", OPTIONS.keys() - stage2)):
+        values = {key: OPTIONS[key][1] for key in keys}
+        offload = ["offload=nvme", "offload.nvme_path=/disk"] if stage == "stage3" else []
+        one = config(f"zero={stage}", *offload, "launcher.nproc=1", gpus=2)
+        for key, value in values.items():
+            section, name = key.split(".")
+            setattr(getattr(one, section), name, value)
+        parsed = DeepSpeedConfig(lower(one, 1))
+        for key, value in values.items():
+            found: Any = parsed
+            for part in OPTIONS[key][0].split("."):
+                found = found[part] if isinstance(found, dict) else getattr(found, part)
+            found = {torch.float32: "fp32"}.get(found, found) if not isinstance(found, (dict, list)) else found
+            assert (str(found) if key == "offload.nvme_path" else found) == value, key
+
+
+def test_no_option_of_the_table_is_without_such_a_test() -> None:
+    tested = {row.key for row in TABLE if row.key.split(".")[0] in ("train", "precision")} | OPTIONS.keys()
+    tested |= {f"zero.{name}" for name in ("stage", "reduce_bucket_size", "allgather_bucket_size", "overlap_comm",
+        "reduce_scatter", "contiguous_gradients", "round_robin_gradients", "sub_group_size",
+        "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance")}  # fmt: skip
+    tested |= {"offload.optimizer", "offload.params", "offload.pin_memory"}
+    assert {row.key for row in TABLE} == tested
+
+
 def test_a_whole_lowering_is_written_out_here() -> None:
     assert lower(config("launcher.nproc=2", "train.batch_size=64", "train.micro_batch_size=4"), 2) == {
         "train_batch_size": 64,

@@ -1,0 +1,80 @@
+"""Bytes that an offload takes in host memory and on disk, from the sizes in the configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from glmexp.config.families import FAMILIES
+from glmexp.config.schema import ModelSection, RunConfig, Sizes
+
+_DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MASTER, MOMENTS, GRADIENT = 4, 8, 4
+"""Bytes an element: float32 master, Adam's two moments, and the gradient that DeepSpeed keeps beside the master."""
+
+
+def sizes_of(model: ModelSection) -> Sizes | None:
+    """Sizes of the network that will be built; None where only its checkpoint on a hub knows them."""
+    if model.init == "random":
+        return model.sizes
+    file = Path(model.path or "", "config.json")
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    names = FAMILIES[model.family].sizes
+    return Sizes(**{name: content.get(names.get(name, ""), None) for name in Sizes.__dataclass_fields__})
+
+
+def parameters(model: ModelSection) -> int | None:
+    """Elements of the network's matrices; None where its sizes are not known."""
+    sizes = sizes_of(model)
+    if sizes is None:
+        return None
+    hidden, layers, inner = sizes.hidden_size, sizes.num_layers, sizes.intermediate_size
+    heads, vocab = sizes.num_attention_heads, sizes.vocab_size
+    if hidden is None or layers is None or inner is None or heads is None or vocab is None:
+        return None
+    width = sizes.head_size or hidden // heads
+    queries, keys = heads * width, (sizes.num_key_value_heads or heads) * width
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    # ChatGLM-6B, the only family without grouped keys, has an MLP without a gate.
+    mlp = hidden * inner * (3 if sizes.num_key_value_heads is not None else 2)
+    embeddings = vocab * hidden * (1 if sizes.tied_embedding or sizes.num_key_value_heads is None else 2)
+    return layers * (attention + mlp) + embeddings
+
+
+def host_bytes(config: RunConfig) -> int | None:
+    """Host memory of an offloaded run, all ranks together; None where it is not known or small.
+
+    Per trained parameter: master, moments and gradient, each a buffer of its own; pinned ones are rounded up to a power
+    of two by torch's allocator (ZeRO-Offload, https://www.deepspeed.ai/tutorials/zero-offload/). With params=cpu the
+    weights in the run's dtype come on top. Only full fine-tuning is counted: what else is trained is small.
+    """
+    offload, elements = config.offload, parameters(config.model)
+    if elements is None:
+        return None
+    trained = elements if config.method.name == "full" else 0
+    weight = _DTYPE[config.precision.dtype]
+    total = 0
+    if offload.optimizer == "cpu":
+        # At stage 3 the buffers are of one sub group each, which is nearly a power of two.
+        pinned = bool(offload.pin_memory) and config.zero.stage < 3
+        each = [MASTER * trained, GRADIENT * trained]
+        total += sum(map(_power_of_two, each) if pinned else each) + MOMENTS * trained
+    if offload.params == "cpu":
+        total += weight * elements
+    return total or None
+
+
+def nvme_bytes(config: RunConfig) -> int | None:
+    """Disk of an offload to nvme, all ranks together; None where it is not known."""
+    offload, elements = config.offload, parameters(config.model)
+    if elements is None:
+        return None
+    trained = elements if config.method.name == "full" else 0
+    total = (MASTER + MOMENTS) * trained if offload.optimizer == "nvme" else 0
+    return total + (_DTYPE[config.precision.dtype] * elements if offload.params == "nvme" else 0)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length() if number else 0

@@ -1,0 +1,256 @@
+"""What a configuration needs of this machine beside Python: tools to compile DeepSpeed's ops, libaio, memory, disk.
+
+Checked in the parent before the run folder is made, with nothing heavy imported; the ops are compiled there once, so
+that no rank compiles while others wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import dataclasses
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.memory import host_bytes, nvme_bytes
+from glmexp.config.schema import RunConfig
+from glmexp.launcher.environment import tools_path
+from glmexp.launcher.ranks import gpu_count
+
+CPU_ADAM, ASYNC_IO, QUANTIZER = "cpu_adam", "async_io", "quantizer"
+_GIB = 2**30
+_WAYS_OUT = "offload.adam=torch (torch's AdamW on the host, slower), or offload=none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """This machine, as far as it is asked about."""
+
+    gpus: int
+    environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    memory_bytes: int | None = None
+    """Memory that a run may take; None: unknown here."""
+
+    @staticmethod
+    def here() -> Host:
+        """The machine of this process."""
+        return Host(gpu_count(), os.environ, available_memory_bytes())
+
+    def tool(self, *names: str) -> str | None:
+        """The first of these programs that is on PATH, or beside this Python (an environment that is not activated)."""
+        path = tools_path(self.environ)
+        return next((found for name in names if (found := shutil.which(name, path=path)) is not None), None)
+
+    def compilers(self) -> Iterator[Problem]:
+        """What is missing to compile an op of DeepSpeed in C++."""
+        named = self.environ.get("CXX")
+        if self.tool(*([named] if named else ["c++", "g++"])) is None:
+            name = f"{named}, as CXX says," if named else "a C++ compiler (c++ or g++)"
+            yield Problem("PATH", f"{name} is not on PATH", "install one (Debian: apt-get install g++)")
+        if self.tool("ninja") is None:
+            yield Problem("PATH", "ninja is not on PATH", "pip install ninja")
+
+    def cuda_toolkit(self) -> Iterator[Problem]:
+        """What is missing to compile an op of DeepSpeed for the GPU."""
+        home = self.environ.get("CUDA_HOME") or self.environ.get("CUDA_PATH")
+        nvcc = Path(home, "bin/nvcc") if home else Path(self.tool("nvcc") or "/usr/local/cuda/bin/nvcc")
+        if not nvcc.is_file():
+            yield Problem("CUDA_HOME", "the CUDA toolkit (nvcc) is neither there nor on PATH", "install it")
+            return
+        told = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=False).stdout
+        found = re.search(r"release (\d+)\.(\d+)", told)
+        wanted = _torch_cuda()
+        if found is not None and wanted is not None and found[1] != wanted.split(".")[0]:
+            yield Problem(
+                "CUDA_HOME",
+                f"the CUDA toolkit is {found[1]}.{found[2]}, and torch was made with CUDA {wanted}",
+                f"install the toolkit of CUDA {wanted}",
+            )
+
+    def libaio(self) -> Iterator[Problem]:
+        """What is missing to compile DeepSpeed's reads and writes of a disk."""
+        library = ctypes.util.find_library("aio")
+        include = ["/usr/include", "/usr/local/include", *self.environ.get("CPATH", "").split(os.pathsep)]
+        include += [flag[2:] for flag in self.environ.get("CFLAGS", "").split() if flag.startswith("-I")]
+        header = any(Path(folder, "libaio.h").is_file() for folder in include if folder)
+        if library is None or not header:
+            missing = "libaio" if library is None else "libaio.h"
+            yield Problem("libaio", f"{missing} is not there", "Debian: apt-get install libaio-dev")
+
+
+def prepare(config: RunConfig) -> RunConfig:
+    """Check what ``config`` needs here, compile the ops it uses, and decide which AdamW steps on the host.
+
+    Returns the configuration with ``offload.adam`` decided. Raises ConfigError with what is missing and the ways out.
+    """
+    if config.entry.name != "train":
+        return config
+    host = Host.here()
+    problems = [*missing(config, host)]
+    if problems:
+        raise ConfigError(*problems)
+    config, said = with_adam(config, host)
+    for op in ops(config):
+        failure = compiled(op)
+        if failure is None:
+            continue
+        if op == CPU_ADAM and config.offload.adam == "deepspeed" and said:
+            config = _with(config, "torch")
+            said = f"torch's AdamW steps on the host: DeepSpeed's {op} op could not be compiled: {failure}"
+            continue
+        raise ConfigError(Problem(f"DeepSpeed's {op} op", f"could not be compiled: {failure}", _way_out(op)))
+    if said:
+        print(f"warning: offload.optimizer: {said}", file=sys.stderr)
+    return config
+
+
+def with_adam(config: RunConfig, host: Host) -> tuple[RunConfig, str]:
+    """``offload.adam`` decided where it was left open, and what to say about it (nothing where the user chose)."""
+    if config.offload.optimizer is None or config.offload.adam is not None:
+        return config, ""
+    lacking = [*host.compilers()]
+    if lacking:
+        names = " and ".join(f"{problem.message} ({problem.fix})" for problem in lacking)
+        return _with(config, "torch"), (
+            f"torch's AdamW steps on the host in place of DeepSpeedCPUAdam, which has to be compiled: {names}. "
+            "Ways out: install that; offload.adam=torch takes this one without a warning; offload=none"
+        )
+    if host.gpus == 0:
+        return _with(config, "torch"), (
+            "torch's AdamW steps on the host: without a GPU DeepSpeedCPUAdam is not worth minutes of compiling "
+            "(offload.adam=deepspeed asks for it)"
+        )
+    return _with(config, "deepspeed"), "DeepSpeedCPUAdam steps on the host (offload.adam=torch for torch's AdamW)"
+
+
+def _with(config: RunConfig, adam: str) -> RunConfig:
+    offload = dataclasses.replace(config.offload, adam=adam)  # type: ignore[arg-type]
+    return dataclasses.replace(config, offload=offload)
+
+
+def ops(config: RunConfig) -> list[str]:
+    """DeepSpeed's ops that this configuration compiles on first use."""
+    found = []
+    if config.offload.adam == "deepspeed":
+        found.append(CPU_ADAM)
+    if "nvme" in (config.offload.optimizer, config.offload.params):
+        found.append(ASYNC_IO)
+    if config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients:
+        found.append(QUANTIZER)
+    return found
+
+
+def missing(config: RunConfig, host: Host) -> Iterator[Problem]:
+    """Everything that this configuration needs and the machine has not, with the ways out."""
+    needed = ops(config)
+    for op in needed:
+        lacking = [*host.compilers()]
+        if op == ASYNC_IO:
+            lacking += host.libaio()
+        if op == QUANTIZER or (op == ASYNC_IO and host.gpus):
+            lacking += host.cuda_toolkit()
+        for problem in lacking:
+            yield Problem(
+                _KEYS[op],
+                f"needs DeepSpeed's {op} op, which is compiled here, and {problem.message}",
+                f"{problem.fix}; else {_way_out(op)}",
+            )
+    yield from _memory(config, host)
+    yield from _disk(config)
+
+
+_KEYS = {CPU_ADAM: "offload.adam", ASYNC_IO: "offload.nvme_path", QUANTIZER: "zero.zero_quantized_weights"}
+
+
+def _way_out(op: str) -> str:
+    return {CPU_ADAM: _WAYS_OUT, ASYNC_IO: "offload=all keeps in host memory what would go to nvme"}.get(
+        op, "leave out zero.zero_quantized_weights and zero.zero_quantized_gradients"
+    )
+
+
+def _memory(config: RunConfig, host: Host) -> Iterator[Problem]:
+    needed = host_bytes(config)
+    if host.gpus == 0:  # the whole run is in host memory: no offload to be counted
+        return
+    if needed is not None and host.memory_bytes is not None and needed > host.memory_bytes:
+        pinned = "offload.pin_memory=false (pinned buffers are rounded up to powers of two), " * bool(
+            config.offload.pin_memory
+        )
+        yield Problem(
+            "offload",
+            f"needs about {needed / _GIB:.1f} GiB of host memory, and {host.memory_bytes / _GIB:.1f} GiB are free",
+            f"{pinned}offload=nvme, more hosts, method=lora, or a smaller model",
+        )
+
+
+def _disk(config: RunConfig) -> Iterator[Problem]:
+    folder = config.offload.nvme_path
+    if folder is None:
+        return
+    place = Path(folder)
+    existing = next(parent for parent in (place, *place.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield Problem("offload.nvme_path", f"{existing} is no folder that can be written to", "another folder")
+        return
+    needed, free = nvme_bytes(config), shutil.disk_usage(existing).free
+    if needed is not None and needed > free:
+        yield Problem(
+            "offload.nvme_path",
+            f"needs about {needed / _GIB:.1f} GiB on the disk of {existing}, and {free / _GIB:.1f} GiB are free",
+            "another disk, or offload=all",
+        )
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that may be taken: what Linux has available, less where a control group allows less. None: no Linux."""
+    try:
+        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    available = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if Path(limit).is_file() and Path(used).is_file() and Path(limit).read_text().strip().isdigit():
+            available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return available
+
+
+def _torch_cuda() -> str | None:
+    """CUDA's version that torch was made with, read from its files; None: torch for the CPU."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+@cache
+def compiled(op: str) -> str | None:
+    """Compile and load one op in a process of its own; None, or the first error. Seconds where it is compiled already.
+
+    torch keeps what it compiles under TORCH_EXTENSIONS_DIR, and the ranks load it from there.
+    """
+    environ = {**os.environ, "PATH": tools_path()}
+    if gpu_count() == 0:
+        environ["DS_ACCELERATOR"] = "cpu"
+    print(f"DeepSpeed's {op} op: compiled on first use (minutes), then kept", file=sys.stderr, flush=True)
+    words = [sys.executable, "-m", "glmexp.launcher.ops", op]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        done = subprocess.run(words, env=environ, stdout=log, stderr=log, check=False)
+        log.seek(0)
+        lines = log.read().splitlines()
+    if done.returncode == 0:
+        return None
+    errors = [line for line in lines if re.search(r"error|Error", line)]
+    return (errors or lines or [f"exit code {done.returncode}"])[0].strip()
