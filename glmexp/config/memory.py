@@ -10,7 +10,7 @@ from glmexp.config.schema import ModelSection, RunConfig, Sizes
 
 _DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
-"""Bytes an element: float32 master, Adam's two moments, and the gradient that DeepSpeed keeps beside the master."""
+"""Bytes an element: float32 master, Adam's two moments, and the float32 gradient that stands beside the master."""
 
 
 def sizes_of(model: ModelSection) -> Sizes | None:
@@ -46,9 +46,10 @@ def parameters(model: ModelSection) -> int | None:
 def host_bytes(config: RunConfig) -> int | None:
     """Host memory of an offloaded run, all ranks together; None where it is not known or small.
 
-    Per trained parameter: master, moments and gradient, each a buffer of its own; pinned ones are rounded up to a power
-    of two by torch's allocator (ZeRO-Offload, https://www.deepspeed.ai/tutorials/zero-offload/). With params=cpu the
-    weights in the run's dtype come on top. Only full fine-tuning is counted: what else is trained is small.
+    Per trained parameter DeepSpeed (0.19.8, ``stage_1_and_2.py``) keeps master, gradient, moments and a buffer in the
+    run's dtype; with accumulation, the gradients so far in that dtype. Pinned buffers are rounded up to a power of two
+    by torch's allocator. With params=cpu the weights come on top. Only full fine-tuning is counted: what the other
+    methods train is small.
     """
     offload, elements = config.offload, parameters(config.model)
     if elements is None:
@@ -57,10 +58,11 @@ def host_bytes(config: RunConfig) -> int | None:
     weight = _DTYPE[config.precision.dtype]
     total = 0
     if offload.optimizer == "cpu":
-        # At stage 3 the buffers are of one sub group each, which is nearly a power of two.
-        pinned = bool(offload.pin_memory) and config.zero.stage < 3
-        each = [MASTER * trained, GRADIENT * trained]
-        total += sum(map(_power_of_two, each) if pinned else each) + MOMENTS * trained
+        buffers = [MASTER * trained, GRADIENT * trained, weight * trained]
+        # At stage 3 a buffer is one sub group's, by default nearly a power of two.
+        rounded = bool(offload.pin_memory) and config.zero.stage < 3
+        total += sum(map(_power_of_two, buffers) if rounded else buffers) + MOMENTS * trained
+        total += weight * trained if (config.train.grad_accum or 1) > 1 else 0
     if offload.params == "cpu":
         total += weight * elements
     return total or None

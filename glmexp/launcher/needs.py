@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes.util
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import host_bytes, nvme_bytes
+from glmexp.config.memory import host_bytes, nvme_bytes, sizes_of
 from glmexp.config.schema import RunConfig
 from glmexp.launcher.environment import tools_path
 from glmexp.launcher.ranks import gpu_count
@@ -165,6 +166,7 @@ def missing(config: RunConfig, host: Host) -> Iterator[Problem]:
             )
     yield from _memory(config, host)
     yield from _disk(config)
+    yield from _buffer(config, host)
 
 
 _KEYS = {CPU_ADAM: "offload.adam", ASYNC_IO: "offload.nvme_path", QUANTIZER: "zero.zero_quantized_weights"}
@@ -187,7 +189,7 @@ def _memory(config: RunConfig, host: Host) -> Iterator[Problem]:
         yield Problem(
             "offload",
             f"needs about {needed / _GIB:.1f} GiB of host memory, and {host.memory_bytes / _GIB:.1f} GiB are free",
-            f"{pinned}offload=nvme, more hosts, method=lora, or a smaller model",
+            f"{pinned}offload=nvme, method=lora, or a smaller model",
         )
 
 
@@ -206,6 +208,23 @@ def _disk(config: RunConfig) -> Iterator[Problem]:
             "offload.nvme_path",
             f"needs about {needed / _GIB:.1f} GiB on the disk of {existing}, and {free / _GIB:.1f} GiB are free",
             "another disk, or offload=all",
+        )
+
+
+def _buffer(config: RunConfig, host: Host) -> Iterator[Problem]:
+    """DeepSpeed stops with an assertion in the first forward pass where a parameter's partition outgrows its buffer."""
+    size, sizes = config.offload.nvme_buffer_size, sizes_of(config.model)
+    if size is None or sizes is None or sizes.vocab_size is None or sizes.hidden_size is None:
+        return
+    outside = host.environ.get("WORLD_SIZE") if config.launcher.name == "env" else None
+    ranks = int(outside or config.launcher.nproc or host.gpus or 1)
+    largest = math.ceil(sizes.vocab_size * sizes.hidden_size / ranks)
+    if largest > size:
+        yield Problem(
+            "offload.nvme_buffer_size",
+            f"{size:,} elements, and a rank's part of the embedding has {largest:,} "
+            f"({sizes.vocab_size:,} x {sizes.hidden_size:,} on {ranks} rank{'s' if ranks > 1 else ''})",
+            f"offload.nvme_buffer_size={largest}",
         )
 
 

@@ -128,6 +128,17 @@ def test_a_disk_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     assert "is no folder that can be written to" in str([*needs.missing(run_config(words), _host(0, tmp_path))])
 
 
+def test_a_buffer_smaller_than_the_embedding_is_refused_with_the_size_that_fits(tmp_path: Path) -> None:
+    words = ["model=tiny", "model.init=random", "zero=stage3", "offload=nvme", f"offload.nvme_path={tmp_path}"]
+    small = run_config([*words, "offload.nvme_buffer_size=50000"])
+    found = [one for one in needs.missing(small, _host(2, tmp_path)) if one.where == "offload.nvme_buffer_size"]
+    assert found[0].message == (
+        "50,000 elements, and a rank's part of the embedding has 81,920 (1,280 x 128 on 2 ranks)"
+    )
+    assert found[0].fix == "offload.nvme_buffer_size=81920"
+    assert not [*needs._buffer(run_config(words), _host(2, tmp_path))]
+
+
 SIX_B = ["model=chatglm3", "model.init=random", "method=full", "zero=stage2", "offload=optimizer"]
 
 
@@ -137,12 +148,12 @@ def test_host_memory_is_counted_before_a_model_is_built(tmp_path: Path) -> None:
     count = parameters(config.model)
     assert count == pytest.approx(6_243_584_000, rel=1e-4)
     unpinned = run_config([*SIX_B, "offload.pin_memory=false"], gpus=1)
-    assert host_bytes(unpinned) == 16 * count
-    assert host_bytes(config) == 2 * 32 * GIB + 8 * count, "two pinned buffers of 23.3 GiB take 32 each"
-    (problem,) = needs.missing(config, _host(1, tmp_path, memory_gib=100))
-    assert str(problem).startswith("offload: needs about 110.5 GiB of host memory, and 100.0 GiB are free")
+    assert host_bytes(unpinned) == 18 * count
+    assert host_bytes(config) == (32 + 32 + 16) * GIB + 8 * count, "pinned buffers of 23.3, 23.3 and 11.6 GiB"
+    (problem,) = needs.missing(config, _host(1, tmp_path, memory_gib=110))
+    assert str(problem).startswith("offload: needs about 126.5 GiB of host memory, and 110.0 GiB are free")
     assert "offload.pin_memory=false" in problem.fix
-    assert not [*needs.missing(unpinned, _host(1, tmp_path, memory_gib=100))]
+    assert not [*needs.missing(unpinned, _host(1, tmp_path, memory_gib=110))]
     assert host_bytes(run_config([*SIX_B[:2], "zero=stage2", "offload=optimizer"], gpus=1)) is None, "LoRA is small"
 
 
