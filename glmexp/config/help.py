@@ -30,6 +30,7 @@ Examples:
   python -m glmexp -m method.rank=4,8 optim.lr=1e-3,5e-3             a sweep: four runs, one after another
   python -m glmexp -m +experiments=rank_and_bucket                   a study from experiments/ ({studies})
   python -m glmexp entry=evaluate artifact.path=outputs/NAME/TIME    measure what was trained
+  python -m glmexp entry=doctor doctor.explain=zero.stage            what an option means, its unit, and who set it
 
 What a run does is the group entry. A run lies in outputs/<run.name>/<time>, a sweep in outputs/<run.name>/sweep-<time>,
 both below this folder; run.dir=FOLDER and hydra.sweep.dir=FOLDER choose another one.
