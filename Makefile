@@ -19,10 +19,10 @@ demo: setup ## the main job: LoRA on the shipped tiny model
 	$(BIN)/python -m glmexp
 
 test: setup ## the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 matrix: setup ## every method x model x ZeRO stage on two ranks
-	$(BIN)/python -m pytest -m matrix
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 
 check: setup ## style, types, import rule
 	$(BIN)/ruff check .
