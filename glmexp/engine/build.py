@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.schema import RunConfig
 from glmexp.engine.schedule import lr_factor
 
@@ -59,6 +60,7 @@ def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], t
     """
     import deepspeed
 
+    _check_leaf_modules(model, config.zero.leaf_modules or [])
     dtype = DTYPES[config.precision.dtype]
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
@@ -74,6 +76,21 @@ def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], t
     )
     _forget_warm_up_step(engine.basic_optimizer)
     return engine
+
+
+def _check_leaf_modules(model: nn.Module, names: list[str]) -> None:
+    """DeepSpeed logs a class that no module has and goes on. Raises ConfigError with those that there are."""
+    there = {type(module).__name__: type(module) for module in model.modules()}
+    known = {*there, *(f"{one.__module__}.{one.__qualname__}" for one in there.values())}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            Problem(
+                "zero.leaf_modules",
+                f"{', '.join(unknown)}: no module of this network has this class",
+                f"classes that there are: {', '.join(sorted(there))}",
+            )
+        )
 
 
 def _forget_warm_up_step(optimizer: torch.optim.Optimizer) -> None:

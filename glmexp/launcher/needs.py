@@ -78,12 +78,16 @@ class Host:
 
     def libaio(self) -> Iterator[Problem]:
         """What is missing to compile DeepSpeed's reads and writes of a disk."""
-        library = ctypes.util.find_library("aio")
+        flags = self.environ.get("LDFLAGS", "").split()
+        folders = [flag[2:] for flag in flags if flag.startswith("-L")]
+        folders += self.environ.get("LIBRARY_PATH", "").split(os.pathsep)
+        found = any(any(Path(folder).glob("libaio.so*")) for folder in folders if folder)
+        library = found or ctypes.util.find_library("aio") is not None
         include = ["/usr/include", "/usr/local/include", *self.environ.get("CPATH", "").split(os.pathsep)]
         include += [flag[2:] for flag in self.environ.get("CFLAGS", "").split() if flag.startswith("-I")]
         header = any(Path(folder, "libaio.h").is_file() for folder in include if folder)
-        if library is None or not header:
-            missing = "libaio" if library is None else "libaio.h"
+        if not library or not header:
+            missing = "libaio.h" if library else "libaio"
             yield Problem("libaio", f"{missing} is not there", "Debian: apt-get install libaio-dev")
 
 
