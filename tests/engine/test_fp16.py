@@ -36,7 +36,10 @@ def test_fp16_trains_as_fp32_does(stage: int, tmp_path: Path) -> None:
 
 
 def test_bf16_differs_from_fp32_alike_at_every_stage(tmp_path: Path) -> None:
-    """bf16 has 8 bits: 2e-2 of a loss of 3.1 (9e-3 was measured after 5 steps). Stage 0 takes another optimizer of DeepSpeed's than stages 1 to 3."""
+    """bf16 has 8 bits: 2e-2 of a loss of 3.1 (9e-3 was measured after 5 steps).
+
+    Stage 0 takes another optimizer of DeepSpeed's than stages 1 to 3.
+    """
     words = ["model=tiny", "optim.lr=1e-3"]
     traces, _ = run_on_ranks(all_stages, [*words, "precision=bf16"], ["trainable"], str(tmp_path), folder=tmp_path)
     exact, _ = run_on_ranks(_train, words, str(tmp_path / "fp32"), folder=tmp_path)

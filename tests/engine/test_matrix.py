@@ -1,8 +1,9 @@
 """Every method x model x ZeRO stage on two ranks equals a plain torch loop, and its artifact proves itself.
 
-Tolerances in fp32 (same global batch, 5 steps): loss 1e-5 absolute, gradient norm 1e-4 relative, weights 5e-5. The two
-sides add gradients up in another order: two ranks with two micro batches each against one batch. With its usual eps Adam
-turns the rounding of a gradient that is zero on paper (a key's bias moves no softmax) into a whole step, so eps is 1e-4.
+Tolerances in fp32 (same global batch, 5 steps): loss 1e-5 absolute, gradient norm 1e-4 relative, weights 5e-5. The
+two sides add gradients up in another order: two ranks with two micro batches each against one batch. With its usual
+eps Adam turns the rounding of a gradient that is zero on paper (a key's bias moves no softmax) into a whole step, so
+eps is 1e-4.
 """
 
 from __future__ import annotations
