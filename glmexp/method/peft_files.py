@@ -63,22 +63,24 @@ def write(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 def _prompt_table(model: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The prefix as (virtual tokens, layers * 2 * width): what the encoder gives for its own token ids."""
-    import copy
+    """The prefix as (virtual tokens, layers * 2 * width): what the encoder gives for its own token ids.
 
+    Computed by a fresh encoder: under ZeRO-3 the live one holds partitions.
+    """
     import torch
 
-    encoder = copy.deepcopy(model.prompt_encoder["default"]).to("cpu")
+    config = model.active_peft_config
+    encoder = type(model.prompt_encoder["default"])(config)
     prefix = "prompt_encoder.default."
     own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     encoder.load_state_dict(own, assign=True)
     with torch.no_grad():
-        return encoder(torch.arange(model.active_peft_config.num_virtual_tokens)).clone()
+        return encoder(torch.arange(config.num_virtual_tokens)).clone()
 
 
 def load(folder: Path, model: Any) -> nn.Module:
     """The base with the adapter, after a check that PEFT leaves out: every key of both sides must fit the other."""
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig, PeftModelForCausalLM
     from safetensors import SafetensorError, safe_open
 
     if not (folder / CONFIG).exists():
@@ -94,7 +96,7 @@ def load(folder: Path, model: Any) -> nn.Module:
         ) from error
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
-    loaded = PeftModel(model, config, autocast_adapter_dtype=False)
+    loaded = PeftModelForCausalLM(model, config, autocast_adapter_dtype=False)
     expected = _expected_shapes(loaded)
     check_keys(folder / WEIGHTS, set(found), set(expected))
     check_shapes(folder / WEIGHTS, found, expected)

@@ -124,7 +124,7 @@ def engine_loop(config: RunConfig, folder: str) -> Trace:
     return trace
 
 
-def learns_at_all_stages(overrides: list[str], steps: int = 40) -> dict[int, tuple[list[float], float, float]]:
+def learns_at_all_stages(overrides: list[str], steps: int = 60) -> dict[int, tuple[list[float], float, float]]:
     """By stage: training losses, held-out loss before and after."""
     found = {}
     for stage in range(4):
