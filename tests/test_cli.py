@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "deepspeed", "peft", "datasets", "wandb", "accelerate")
+HEAVY = ("torch", "transformers", "deepspeed", "peft", "datasets", "wandb", "accelerate", "numpy")
 CPU_LIMIT_S = 1.0
 """A run with a mistake, a listing or a help text costs less than this: 0.1 s to 0.5 s here on two busy cores."""
 

@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from glmexp.config.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BUILTIN = "builtin:"
 
@@ -41,6 +42,8 @@ def location(path: str) -> Path:
 
 def read_prompts(path: str, encode: Callable[[list[Any]], list[int]]) -> list[Prompt]:
     """Prompts of a JSON lines file, rendered with the chat template. Raises DataError with file and line."""
+    import numpy as np  # here: the parent imports this module for the hook's settings
+
     try:
         lines = location(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
