@@ -22,7 +22,7 @@ EXTRA = {
     ("precision", "fp16"): [],
 }
 STUDIES = "experiments"
-COUNT = 53
+COUNT = 55
 COUNT_OF_STUDIES = 1
 
 

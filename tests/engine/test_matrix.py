@@ -17,7 +17,7 @@ from tests.engine.cells import Trace, all_stages, configure, plain_loop
 from tests.ranks import run_on_ranks
 
 METHODS = ["lora", "ptuning", "freeze", "full"]
-MODELS = ["tiny", "tiny_qwen2"]
+MODELS = ["tiny", "tiny_qwen2", "tiny_chatglm", "tiny_chatglm2"]
 # By default one model; the marker adds the rest.
 CELLS = [
     pytest.param(model, method, marks=[] if model == "tiny" else pytest.mark.matrix)

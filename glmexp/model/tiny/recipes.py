@@ -53,6 +53,8 @@ class Recipe:
     network: Callable[[], PreTrainedModel]
     """Freshly initialised, float32."""
     learning_rate: float = 3e-3
+    batch_tokens: int = 2560
+    """Padded tokens of a batch: batches of short rows hold more rows."""
 
 
 def sentencepiece_model(lines: list[str], size: int, **settings: Any) -> bytes:
@@ -198,7 +200,7 @@ def qwen2_network() -> PreTrainedModel:
 
 RECIPES = {
     "tiny": Recipe(chatglm3_tokenizer, partial(chatglm2_network, "chatglm3")),
-    "tiny_chatglm": Recipe(chatglm_tokenizer, chatglm_network),
+    "tiny_chatglm": Recipe(chatglm_tokenizer, chatglm_network, batch_tokens=1024),
     "tiny_chatglm2": Recipe(chatglm2_tokenizer, partial(chatglm2_network, "chatglm2")),
     "tiny_qwen2": Recipe(qwen2_tokenizer, qwen2_network),
 }
