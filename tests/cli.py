@@ -29,7 +29,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def glmexp(
-    *words: str, folder: Path, before: tuple[str, ...] = (sys.executable, "-m"), timeout_s: float = 120, **more: str
+    *words: str, folder: Path, before: tuple[str, ...] = (sys.executable, "-m"), timeout_s: float = 240, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """``python -m glmexp WORDS`` in ``folder``; ``before`` is the launcher in place of ``python -m``."""
     with started(*words, folder=folder, before=before, **more) as process:

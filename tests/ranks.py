@@ -13,7 +13,7 @@ from typing import Any
 
 
 def run_on_ranks(
-    function: Callable[..., Any], *args: Any, folder: Path, ranks: int = 2, timeout_s: float = 240
+    function: Callable[..., Any], *args: Any, folder: Path, ranks: int = 2, timeout_s: float = 400
 ) -> list:
     """``function(*args)`` on each rank inside of a process group; the ranks' return values in order.
 

@@ -21,7 +21,7 @@ STAGES = range(4)
 )
 def test_whole_and_sharded_artifacts_prove_themselves_at_every_stage(method: str, tmp_path: Path) -> None:
     gathers = ["full16", "sharded"]
-    run_on_ranks(all_stages, ["model=tiny", f"method={method}"], gathers, str(tmp_path), folder=tmp_path, timeout_s=280)
+    run_on_ranks(all_stages, ["model=tiny", f"method={method}"], gathers, str(tmp_path), folder=tmp_path, timeout_s=560)
     for stage in STAGES:
         for gather in gathers:
             verdict = proof.judge(tmp_path / f"stage{stage}-{gather}")

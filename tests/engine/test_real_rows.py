@@ -29,7 +29,7 @@ def test_alpaca_rows_are_learned(model: str, method: str, tmp_path: Path) -> Non
         f"data.train_file={ROWS}",
     ]
     words += ["data.holdout=32", "data.max_length=192", "train.micro_batch_size=4", "train.grad_accum=1"]
-    by_rank = run_on_ranks(learns_at_all_stages, words, folder=tmp_path, timeout_s=290)
+    by_rank = run_on_ranks(learns_at_all_stages, words, folder=tmp_path, timeout_s=580)
     for stage, (losses, before, after) in by_rank[0].items():
         first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
         assert last <= 0.9 * first, f"stage {stage}: {first} -> {last}"
