@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from glmexp.model.chat import render_chat
 from glmexp.model.tiny.corpus import Knowledge, Turn, load_knowledge, tokenizer_text, training_chats
-from glmexp.model.tiny.recipes import RECIPES
+from glmexp.model.tiny.recipes import RECIPES, Recipe
 
 HOME = Path(__file__).with_name("tiny")
 RECORD = "pretraining.json"
@@ -40,8 +40,6 @@ class Schedule:
     """How long and how fast. One pass shows every fact five times."""
 
     passes: int = 20
-    batch_tokens: int = 2560
-    """Padded tokens of a batch: batches of short rows hold more rows."""
     warmup_steps: int = 100
     floor: float = 0.02
     """Share of the learning rate that the cosine ends at."""
@@ -66,10 +64,10 @@ def pretrain(name: str, folder: Path, schedule: Schedule, knowledge: Knowledge |
     tokenizer = recipe.tokenizer(tokenizer_text(knowledge, schedule.seed), folder)
     model = recipe.network()
     started = time.monotonic()
-    losses, tokens = train(model, tokenizer, knowledge, schedule, recipe.learning_rate)
+    losses, tokens = train(model, tokenizer, knowledge, schedule, recipe)
     seconds = time.monotonic() - started
     model.bfloat16()  # what is asked about and what is written are the rounded weights
-    known = facts_known(model.float(), tokenizer, knowledge, schedule)
+    known = facts_known(model.float(), tokenizer, knowledge)
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     tail = losses[-max(1, len(losses) // schedule.passes) :]
@@ -86,6 +84,7 @@ def pretrain(name: str, folder: Path, schedule: Schedule, knowledge: Knowledge |
         "seed": schedule.seed,
         "threads": schedule.threads,
         "learning_rate": recipe.learning_rate,
+        "batch_tokens": recipe.batch_tokens,
         "first_loss": round(losses[0], 4),
         "final_loss": round(sum(tail) / len(tail), 4),
         "seconds": round(seconds),
@@ -101,21 +100,23 @@ def train(
     tokenizer: PreTrainedTokenizerBase,
     knowledge: Knowledge,
     schedule: Schedule,
-    learning_rate: float,
+    recipe: Recipe,
 ) -> tuple[list[float], int]:
     """AdamW with warm-up and a cosine, float32. Returns the loss of each step and the tokens seen, padding included."""
     rng = random.Random(schedule.seed)
     rows = RowMaker(tokenizer)
-    steps_a_pass = sum(1 for _ in batches(rows.all(training_chats(knowledge, random.Random(0))), schedule, rng))
+    steps_a_pass = sum(
+        1 for _ in batches(rows.all(training_chats(knowledge, random.Random(0))), recipe.batch_tokens, rng)
+    )
     total = schedule.passes * steps_a_pass
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     losses: list[float] = []
     tokens = 0
     model.train()
     for number in range(schedule.passes):
-        for batch in batches(rows.all(training_chats(knowledge, rng)), schedule, rng):
+        for batch in batches(rows.all(training_chats(knowledge, rng)), recipe.batch_tokens, rng):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * rate(len(losses), total, schedule)
+                group["lr"] = recipe.learning_rate * rate(len(losses), total, schedule)
             ids, labels = pad(batch)
             loss = model(input_ids=ids, labels=labels).loss
             loss.backward()
@@ -173,12 +174,12 @@ class RowMaker:
         return tuple(ids), tuple(labels)
 
 
-def batches(rows: list[Row], schedule: Schedule, rng: random.Random) -> list[list[Row]]:
-    """Rows of like length together, so that little is padded, in random order."""
+def batches(rows: list[Row], batch_tokens: int, rng: random.Random) -> list[list[Row]]:
+    """Rows of like length together, so that little is padded; with it up to `batch_tokens`. In random order."""
     ordered = sorted(rows, key=lambda row: (len(row[0]), rng.random()))
     made: list[list[Row]] = [[]]
     for row in ordered:
-        if made[-1] and (len(made[-1]) + 1) * len(row[0]) > schedule.batch_tokens:
+        if made[-1] and (len(made[-1]) + 1) * len(row[0]) > batch_tokens:
             made.append([])
         made[-1].append(row)
     rng.shuffle(made)
@@ -194,9 +195,7 @@ def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def facts_known(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, knowledge: Knowledge, schedule: Schedule
-) -> float:
+def facts_known(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, knowledge: Knowledge) -> float:
     """Share of the facts that greedy decoding would say in one word, when asked for it: every label is the most likely
     token after the labels before it."""
     maker = RowMaker(tokenizer)
@@ -206,7 +205,7 @@ def facts_known(
         rows.append(maker.encode(((knowledge.ask(fact.questions[0], request, fact.language), fact.answer),)))
     model.eval()
     right = 0
-    for batch in batches(rows, schedule, random.Random(0)):
+    for batch in batches(rows, 2560, random.Random(0)):
         ids, labels = pad(batch)
         best = model(input_ids=ids).logits[:, :-1].argmax(-1)
         wanted = labels[:, 1:]
