@@ -121,7 +121,6 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 def quiet_deepspeed() -> None:
     """DeepSpeed's logger writes to the terminal by itself: let its lines go where all others go."""
-    logger = logging.getLogger("DeepSpeed")
     for name in ("DeepSpeed", "deepspeed"):
         logger = logging.getLogger(name)
         logger.handlers.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import time
@@ -84,7 +85,7 @@ def _environment(config: RunConfig) -> dict[str, Any]:
 
     return {
         "versions": {package: version(package) for package in _RECORDED},
-        "python": ".".join(map(str, __import__("sys").version_info[:3])),
+        "python": platform.python_version(),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "seed": config.train.seed,
