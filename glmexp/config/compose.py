@@ -36,8 +36,9 @@ class Machine:
     world_size: int | None = None
 
     def ranks(self, config: RunConfig) -> int:
-        """Ranks that the run will have."""
-        return self.world_size or config.launcher.nproc or self.gpus or 1
+        """Ranks that the run will have; ``request`` writes them into launcher.nproc, the one place to read them."""
+        alone = config.launcher.name == "inprocess"
+        return self.world_size or config.launcher.nproc or (1 if alone else self.gpus) or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,8 @@ class _Composer:
                 )
             )
             return config
+        else:
+            config = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, nproc=ranks))
         config = rules.derive(config, ranks)
         self.warnings.extend(one for one in rules.warnings(config, explicit) if one not in self.warnings)
         return config

@@ -70,14 +70,14 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
         start = Path(resume).expanduser().absolute()
         for folder in (start, *start.parents):
             if (folder / CONFIG).is_file():
-                sections = {name: section for name, section in _yaml(folder / CONFIG).items() if name in RESUMED}
+                sections = {name: section for name, section in _mapping(folder / CONFIG).items() if name in RESUMED}
                 return Saved(folder / CONFIG, sections, "the resumed run", "or a new run without train.resume")
     artifact = _text(values, "artifact", "path")
     if artifact is not None and _text(values, "entry", "name") != "train":
         start = Path(artifact).expanduser().absolute()
         for folder in (start, start / "artifact"):
             if (folder / CARD).is_file():
-                card = _json(folder / CARD)
+                card = _mapping(folder / CARD)
                 sections = {name: card[name] for name in ("model", "method") if isinstance(card.get(name), dict)}
                 return Saved(folder / CARD, sections, "the artifact", "or name another artifact")
     return None
@@ -89,21 +89,16 @@ def _text(values: Mapping[str, Any], section: str, name: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> dict[str, Any]:
+    """What a run wrote as YAML or JSON, by the suffix."""
     import yaml
 
+    text = path.read_text(encoding="utf-8")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(Problem(str(path), f"is no valid YAML: {error}", "restore what the run wrote")) from error
-    return tree if isinstance(tree, dict) else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(Problem(str(path), f"is no valid JSON: {error}", "restore what the run wrote")) from error
+        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        kind = path.suffix.lstrip(".").upper()
+        raise ConfigError(Problem(str(path), f"is no valid {kind}: {error}", "restore what the run wrote")) from error
     return tree if isinstance(tree, dict) else {}
 
 

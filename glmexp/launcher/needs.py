@@ -220,8 +220,7 @@ def _buffer(config: RunConfig, host: Host) -> Iterator[Problem]:
     size, sizes = config.offload.nvme_buffer_size, sizes_of(config.model)
     if size is None or sizes is None or sizes.vocab_size is None or sizes.hidden_size is None:
         return
-    outside = host.environ.get("WORLD_SIZE") if config.launcher.name == "env" else None
-    ranks = int(outside or config.launcher.nproc or host.gpus or 1)
+    ranks = config.launcher.nproc or int(host.environ["WORLD_SIZE"])
     largest = math.ceil(sizes.vocab_size * sizes.hidden_size / ranks)
     if largest > size:
         yield Problem(

@@ -11,7 +11,7 @@ from pathlib import Path
 from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import failures, folder, needs
-from glmexp.launcher.ranks import Outside, gpu_count, outside_ranks
+from glmexp.launcher.ranks import Outside, outside_ranks
 
 RUN_FOLDER_KEY = "glmexp/run_folder"
 
@@ -56,7 +56,8 @@ def _local(config: RunConfig, run_folder: Path) -> int:
 
     # The ranks' own failures are shown below; the agent's lines about them would come first and say less.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    ranks = config.launcher.nproc or gpu_count() or 1
+    ranks = config.launcher.nproc
+    assert ranks is not None, "composing decides the number of ranks"
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

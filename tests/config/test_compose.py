@@ -130,6 +130,13 @@ def test_ranks_are_the_gpus_where_nproc_is_not_given() -> None:
     assert config("launcher.nproc=1", gpus=2).train.batch_size == 8
 
 
+def test_the_number_of_ranks_is_decided_once_and_stands_in_the_configuration() -> None:
+    assert config(gpus=2).launcher.nproc == 2
+    assert config().launcher.nproc == 1
+    assert config("launcher=inprocess", "launcher.nproc=null", gpus=2).launcher.nproc == 1
+    assert config(world_size=4).launcher.nproc is None, "the outside launcher's to say"
+
+
 def pairs(*words: str) -> list[tuple[int, int | None]]:
     return [(one.method.rank, one.zero.reduce_bucket_size) for one in asked(*words).trials]
 

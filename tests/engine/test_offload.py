@@ -140,7 +140,7 @@ def test_a_disk_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_buffer_smaller_than_the_embedding_is_refused_with_the_size_that_fits(tmp_path: Path) -> None:
     words = ["model=tiny", "model.init=random", "zero=stage3", "offload=nvme", f"offload.nvme_path={tmp_path}"]
-    small = run_config([*words, "offload.nvme_buffer_size=50000"])
+    small = run_config([*words, "offload.nvme_buffer_size=50000"], ranks=2)
     found = [one for one in needs.missing(small, _host(2, tmp_path)) if one.where == "offload.nvme_buffer_size"]
     assert found[0].message == (
         "50,000 elements, and a rank's part of the embedding has 81,920 (1,280 x 128 on 2 ranks)"
