@@ -1,4 +1,4 @@
-"""Two command lines that describe the same run have one identity; any value that a study could compare makes another."""
+"""Two command lines that describe the same run have one identity; a value that a study could compare makes another."""
 
 from __future__ import annotations
 
