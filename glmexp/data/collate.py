@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
     """input_ids, attention_mask (1 is real) and labels (-100 is not learned), int64 (batch, length), right padded;
-    lengths (batch,)."""
+    lengths (batch,); and what ``predictions`` adds."""
     import torch
 
     length = max(len(example.input_ids) for example in examples)
@@ -27,7 +27,20 @@ def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]
         attention_mask[index, :count] = 1
         labels[index, :count] = torch.from_numpy(example.labels)
     lengths = attention_mask.sum(dim=1)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "lengths": lengths}
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "lengths": lengths}
+    return batch | predictions(labels)
+
+
+def predictions(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """predicting: where in the flattened (batch * length) a position predicts a label that counts; targets: those
+    labels. Both int64 (supervised tokens,).
+
+    Found here, on the CPU: the loss then asks the network for these logits alone, and need not wait for a GPU to know
+    how many there are.
+    """
+    following = labels[:, 1:]
+    rows, places = (following != IGNORED).nonzero(as_tuple=True)
+    return {"predicting": rows * labels.shape[1] + places, "targets": following[rows, places]}
 
 
 def collate_prompts(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:

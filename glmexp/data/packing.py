@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from glmexp.config.schema import Family
+from glmexp.data.collate import predictions
 from glmexp.data.store import IGNORED, Example
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) 
 
     segments: 1, 2, ... for the examples of a row, 0 on padding. positions restart with each example. contexts: 1 on
     the tokens before the answer of the example (what v1 sees in both directions). The first label of each example is
-    not learned: nothing of its own stands before it.
+    not learned: nothing of its own stands before it. And what ``predictions`` adds.
     """
     import torch
 
@@ -81,7 +82,7 @@ def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) 
             batch["contexts"][number, start : start + example.prompt_length] = 1
             start += count
     batch["lengths"] = (batch["segments"] != 0).sum(dim=1)
-    return batch
+    return batch | predictions(batch["labels"])
 
 
 def visible(segments: torch.Tensor, contexts: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,15 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return torch.device("cpu")
+
+
+def to_device(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch on this rank's device; what is no tensor stays. Page-locked tensors are copied without a wait."""
+    place = device()
+    return {
+        name: value.to(place, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def join(timeout_s: float, store: dist.Store) -> None:

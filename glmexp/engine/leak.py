@@ -24,7 +24,7 @@ from glmexp.config.errors import DataError, Problem
 from glmexp.engine import distributed
 from glmexp.engine.loss import IGNORED
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]
 SPLITS = 3
 """Places of a row that are tested: its first, a middle and its last label."""
 
@@ -50,9 +50,7 @@ class Change:
     noise: float
 
 
-def check(
-    model: Any, rows: Sequence[Row], inputs: Callable[[Batch], dict[str, torch.Tensor]], ends: Collection[int]
-) -> str:
+def check(model: Any, rows: Sequence[Row], inputs: Callable[[Batch], dict[str, Any]], ends: Collection[int]) -> str:
     """Refuse rows that cannot be learned from. Collective: all ranks give the same rows; a few forwards of one row.
 
     ``model``: an engine or a network; ``inputs``: from a batch on the device to what the network is given; ``ends``:
@@ -64,7 +62,7 @@ def check(
     model.eval()
     tested = 0
     for row in measured:
-        batch = {name: tensor.to(distributed.device()) for name, tensor in row.batch.items()}
+        batch = distributed.to_device(row.batch)
         changes = _changes(model, inputs(batch), row.batch["labels"][0])
         tested += len(changes)
         # Every rank takes the same decision, whatever its own kernels did.
@@ -126,7 +124,7 @@ def faults(row: Row, ends: Collection[int]) -> Iterator[Problem]:
 
 
 @torch.no_grad()
-def _changes(model: Any, given: dict[str, torch.Tensor], labels: torch.Tensor) -> list[Change]:
+def _changes(model: Any, given: dict[str, Any], labels: torch.Tensor) -> list[Change]:
     """What predictions of the labels up to a split do when the embeddings from it on are others.
 
     Always SPLITS splits, whatever the row holds: under ZeRO-3 each forward is a collective.

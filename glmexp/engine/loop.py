@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from glmexp.engine import distributed, host
-from glmexp.engine.loss import loss_sum, padded_inputs, supervised_tokens
+from glmexp.engine.loss import forward_loss, padded_inputs, supervised_tokens
 from glmexp.engine.perf import Stopwatch, peak_memory_bytes
 
-Batch = Mapping[str, torch.Tensor]
+Batch = Mapping[str, Any]
 Metrics = dict[str, float]
 
 
@@ -36,9 +36,8 @@ class StepSize:
 class Loop:
     """One run of optimizer steps over ``engine``.
 
-    steps: (step number from 1, this rank's micro batches) in order; each batch has input_ids, attention_mask and
-    labels of
-    (batch, length), on the CPU. on_metrics gets every ``log_steps``-th step's metrics, after_step every step's number.
+    steps: (step number from 1, this rank's micro batches) in order, on the CPU, as ``data.collate`` makes them.
+    on_metrics gets every ``log_steps``-th step's metrics, after_step every step's number.
     """
 
     engine: Any
@@ -46,7 +45,7 @@ class Loop:
     log_steps: int
     on_metrics: Callable[[int, Metrics], None]
     after_step: Callable[[int], None]
-    inputs: Callable[[Batch], dict[str, torch.Tensor]] = padded_inputs
+    inputs: Callable[[Batch], dict[str, Any]] = padded_inputs
     """Batch on the device -> what the network gets; packed batches have masks and positions of their own."""
 
     def run(self) -> None:
@@ -60,8 +59,9 @@ class Loop:
                 following = next(batches, None)
                 if following is not None:
                     step, micro_batches = following
-                    micro_batches = [_to_device(batch) for batch in micro_batches]
+                    # Counted before the copy: a count on a GPU would wait for all that was given to it.
                     size = _size_over_ranks(micro_batches)
+                    micro_batches = [distributed.to_device(batch) for batch in micro_batches]
             if following is None:
                 return
 
@@ -86,8 +86,7 @@ class Loop:
         for number, batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             with watch.phase("forward"):
-                output = self.engine(**self.inputs(batch), use_cache=False)
-                loss = loss_sum(output.logits, batch["labels"])
+                loss = forward_loss(self.engine, self.inputs(batch), batch)
             with watch.phase("backward"):
                 # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up
                 # by their
@@ -147,11 +146,6 @@ class Loop:
         scheduler = self.engine.lr_scheduler
         factor = scheduler.lr_lambdas[0](max(0, scheduler.last_epoch - 1))
         return scheduler.base_lrs[0] * factor
-
-
-def _to_device(batch: Batch) -> dict[str, torch.Tensor]:
-    device = distributed.device()
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _size_over_ranks(micro_batches: Sequence[Batch]) -> StepSize:

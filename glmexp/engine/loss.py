@@ -2,29 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
+CHUNK_ELEMENTS = 1 << 26
+"""Logits in float32 at a time (256 MiB): of a large vocabulary all of them would be most of a step's memory."""
+
+
+def forward_loss(model: Any, inputs: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tensor:
+    """One forward of ``model`` (an engine or a network) and the sum that ``loss_sum`` gives.
+
+    ``inputs``: what the network is given; ``batch``: has predicting and targets (``data.collate.predictions``). Only
+    positions that predict a label reach the output layer: prompts and padding, often most of a batch, get no logits.
+    """
+    head = getattr(model, "module", model).get_output_embeddings()
+    with _only(head, batch["predicting"]):
+        logits = model(**inputs, use_cache=False).logits
+    return cross_entropy_sum(logits, batch["targets"])
+
+
+@contextmanager
+def _only(head: nn.Module, places: torch.Tensor) -> Iterator[None]:
+    """Inside, ``head`` sees of its input (batch, length, hidden) the flattened ``places`` alone: (places, hidden).
+
+    A hook, and not ``logits_to_keep``: that has one set of positions for all rows, or a boolean mask, whose size a GPU
+    must first be asked for. The output layer is called as a module, so ZeRO-3 gathers its weight as ever.
+    """
+
+    def select(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0].flatten(0, 1).index_select(0, places),)
+
+    handle = head.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum over supervised tokens of -log p(token), in float32.
 
     logits: (batch, length, vocabulary); labels: (batch, length), -100 where nothing is to be learned. Position t
-    predicts
-    label t + 1. Only supervised rows are cast to float32: the prompt's logits are never copied. A batch without a
-    supervised
-    token gives 0 with zero gradients, so that every rank takes part in every collective.
+    predicts label t + 1. Only supervised rows are cast to float32: the prompt's logits are never copied. A batch
+    without a supervised token gives 0 with zero gradients, so that every rank takes part in every collective.
     """
     targets = labels[:, 1:]
     supervised = targets != IGNORED
-    return F.cross_entropy(logits[:, :-1][supervised].float(), targets[supervised], reduction="sum")
+    return cross_entropy_sum(logits[:, :-1][supervised], targets[supervised])
 
 
-def padded_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of -log softmax(logits)[target], a float32 scalar; 0 without rows.
+
+    logits: (tokens, vocabulary) in any dtype, taken to float32 a chunk of rows at a time, in both directions;
+    targets: (tokens,).
+    """
+    return _CrossEntropySum.apply(logits, targets)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """torch's own keeps float32 logits for the backward pass; this keeps them as they came, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        normalizers = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        picked = torch.empty_like(normalizers)
+        for rows in _chunks(logits):
+            exact = logits[rows].float()
+            normalizers[rows] = exact.logsumexp(dim=1)
+            picked[rows] = exact.gather(1, targets[rows, None])[:, 0]
+        ctx.save_for_backward(logits, targets, normalizers)
+        return (normalizers - picked).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, targets, normalizers = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            share = (logits[rows].float() - normalizers[rows, None]).exp_()
+            share.scatter_add_(1, targets[rows, None], share.new_full((len(share), 1), -1.0))
+            result[rows] = share.mul_(grad)
+        return result, None
+
+
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows with CHUNK_ELEMENTS logits or one row."""
+    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def padded_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a right padded batch the network is given: input_ids (batch, length) alone.
 
     It goes without a mask: no real position sees a pad behind it, causal or prefix-LM, and attention takes its fast

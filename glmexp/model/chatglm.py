@@ -146,7 +146,7 @@ class Transformer(nn.Module):
             raise ValueError("ChatGLM-6B cannot tell the positions of tokens after a cache: give position_ids")
         if ids is None:
             raise ValueError("with inputs_embeds ChatGLM-6B needs its 4D attention_mask and its position_ids")
-        check_rows(ids, self.config)
+        check_rows(ids, self.config, self.training)
         real = attention_mask
         if real is not None and real.ndim == 4:
             real = ~real.bool()[:, 0, -1]
@@ -168,7 +168,7 @@ class Transformer(nn.Module):
         hidden = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         extra = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
-        visible = prefix_lm_mask(input_ids, hidden, attention_mask, past, extra, self.config)
+        visible = prefix_lm_mask(input_ids, hidden, attention_mask, past, extra, self.config, self.training)
         rotation = self.rotation(self.positions(input_ids, position_ids, attention_mask, past))
         prefix = prefix_states(self.prefix_encoder, hidden)
         collected = []

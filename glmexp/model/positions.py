@@ -25,9 +25,10 @@ def context_lengths(ids: Tensor, config: ChatGLMConfig) -> Tensor:
     return ids.eq(token(config.bos_token_id)).int().argmax(dim=1)
 
 
-def check_rows(ids: Tensor, config: ChatGLMConfig) -> None:
-    """ValueError unless every row has sop and a mask token. Costs a synchronisation on an accelerator."""
-    if ids.device.type == "meta":
+def check_rows(ids: Tensor, config: ChatGLMConfig, training: bool) -> None:
+    """ValueError unless every row has sop and a mask token. On an accelerator looking costs a synchronisation, so there
+    training rows are not looked at."""
+    if ids.device.type == "meta" or (training and ids.device.type != "cpu"):
         return
     has_mask = ids.eq(token(config.gmask_token_id)) | ids.eq(token(config.mask_token_id))
     whole = ids.eq(token(config.bos_token_id)).any(dim=1) & has_mask.any(dim=1)
@@ -61,7 +62,13 @@ def derive_positions(ids: Tensor, attention_mask: Tensor | None, config: ChatGLM
 
 
 def prefix_lm_mask(
-    ids: Tensor | None, hidden: Tensor, attention_mask: Tensor | None, past: int, extra: int, config: ChatGLMConfig
+    ids: Tensor | None,
+    hidden: Tensor,
+    attention_mask: Tensor | None,
+    past: int,
+    extra: int,
+    config: ChatGLMConfig,
+    training: bool = False,
 ) -> Tensor | None:
     """Who sees whom, boolean, broadcasting to (batch, 1, new, ``extra`` + ``past`` + new); None where all see all.
 
@@ -84,7 +91,7 @@ def prefix_lm_mask(
     else:
         visible = causal_mask(length, keys, hidden.device)
         if past == 0:
-            visible = visible | open_context(ids, keys, config)
+            visible = visible | open_context(ids, keys, config, training)
         elif ids is not None and bool(ids.eq(token(config.bos_token_id)).any()):
             raise ValueError("sop stands after cached tokens: ChatGLM-6B needs its whole context in the first step")
         if attention_mask is not None:
@@ -92,10 +99,10 @@ def prefix_lm_mask(
     return open_prefix(visible | ~visible.any(dim=-1, keepdim=True), extra)
 
 
-def open_context(ids: Tensor | None, keys: int, config: ChatGLMConfig) -> Tensor:
+def open_context(ids: Tensor | None, keys: int, config: ChatGLMConfig, training: bool) -> Tensor:
     """(batch, 1, 1, keys): True for everything before sop."""
     if ids is None:
         raise ValueError("with inputs_embeds ChatGLM-6B needs its 4D attention_mask and its position_ids")
-    check_rows(ids, config)
+    check_rows(ids, config, training)
     columns = torch.arange(keys, device=ids.device)
     return (columns < context_lengths(ids, config)[:, None])[:, None, None, :]
