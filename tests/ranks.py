@@ -11,6 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# A server that has imported the heavy packages once (and started no thread) forks the ranks: importing them anew
+# took longer than most tests.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["glmexp.entry.train", "peft", "tests.engine.cells"])
+
 
 def run_on_ranks(
     function: Callable[..., Any], *args: Any, folder: Path, ranks: int = 2, timeout_s: float = 400
@@ -19,11 +24,14 @@ def run_on_ranks(
 
     function must be importable (module level). Raises AssertionError with the ranks' tracebacks, or at the time limit.
     """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results = _context.Queue()
     store = folder / f"store-{time.monotonic_ns()}"
     workers = [
-        context.Process(target=_rank, args=(rank, ranks, str(store), timeout_s, results, function, args), daemon=True)
+        _context.Process(
+            target=_rank,
+            args=(rank, ranks, str(store), timeout_s, results, function, args, dict(os.environ)),
+            daemon=True,
+        )
         for rank in range(ranks)
     ]
     for worker in workers:
@@ -61,8 +69,17 @@ def _collect(results: Any, workers: list, ranks: int, deadline: float) -> list:
 
 
 def _rank(
-    rank: int, ranks: int, store_file: str, timeout_s: float, results: Any, function: Callable[..., Any], args: tuple
+    rank: int,
+    ranks: int,
+    store_file: str,
+    timeout_s: float,
+    results: Any,
+    function: Callable[..., Any],
+    args: tuple,
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()  # the server's is that of the first test
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"
     )
