@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.schema import Family
 
 
@@ -76,3 +78,27 @@ FAMILIES: dict[Family, FamilyFacts] = {
         "tiny_qwen2",
     ),
 }
+
+CHATGLM_RELEASES = ("chatglm", "chatglm2", "chatglm3")
+
+
+def chatglm_release(config: dict[str, Any], default: str | None = "chatglm3") -> str | None:
+    """The release that a config.json describes: ``chatglm``, ``chatglm2`` or ``chatglm3``.
+
+    Our own saved field decides, then ``position_encoding_2d``, then the released name. ``default`` is returned when
+    nothing tells v2 from v3.
+    """
+    saved = config.get("release")
+    if saved is not None:
+        if saved not in CHATGLM_RELEASES:
+            raise ConfigError(
+                Problem("config.json: release", f"{saved!r} is unknown", f"one of {', '.join(CHATGLM_RELEASES)}")
+            )
+        return str(saved)
+    if "position_encoding_2d" in config:
+        return "chatglm"
+    name = str(config.get("_name_or_path") or "").lower()
+    for release in ("chatglm2", "chatglm3"):
+        if release in name:
+            return release
+    return default

@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from glmexp.data.store import IGNORED, Example
 
 if TYPE_CHECKING:
     import torch
 
 
-def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
+def padded(examples: Sequence[Example], pad_id: int) -> dict[str, np.ndarray]:
     """input_ids, attention_mask (1 is real) and labels (-100 is not learned), int64 (batch, length), right padded;
-    lengths (batch,); and what ``predictions`` adds."""
+    lengths (batch,)."""
+    lengths = np.array([len(example.input_ids) for example in examples], dtype=np.int64)
+    shape = (len(examples), int(lengths.max()))
+    input_ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    for index, example in enumerate(examples):
+        input_ids[index, : lengths[index]] = example.input_ids
+        labels[index, : lengths[index]] = example.labels
+    attention_mask = (np.arange(shape[1]) < lengths[:, None]).astype(np.int64)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "lengths": lengths}
+
+
+def collate(examples: Sequence[Example], pad_id: int) -> dict[str, torch.Tensor]:
+    """``padded`` as tensors, and what ``predictions`` adds."""
     import torch
 
-    length = max(len(example.input_ids) for example in examples)
-    shape = (len(examples), length)
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORED, dtype=torch.int64)
-    for index, example in enumerate(examples):
-        count = len(example.input_ids)
-        input_ids[index, :count] = torch.from_numpy(example.input_ids)
-        attention_mask[index, :count] = 1
-        labels[index, :count] = torch.from_numpy(example.labels)
-    lengths = attention_mask.sum(dim=1)
-    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "lengths": lengths}
-    return batch | predictions(labels)
+    batch = {name: torch.from_numpy(array) for name, array in padded(examples, pad_id).items()}
+    return batch | predictions(batch["labels"])
 
 
 def predictions(labels: torch.Tensor) -> dict[str, torch.Tensor]:

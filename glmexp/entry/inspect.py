@@ -13,7 +13,7 @@ from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.data import look
 from glmexp.data.batches import StepPlan
-from glmexp.data.collate import collate
+from glmexp.data.collate import padded
 from glmexp.data.packing import packs
 from glmexp.data.prepare import Prepared, prepare
 from glmexp.data.store import IGNORED, Example, Examples
@@ -121,7 +121,7 @@ def _example(console: Console, page: list[str], template: Any, example: Example,
 def _batch(config: RunConfig, template: Any, examples: Examples) -> list[str]:
     """The first micro batch in the file's order, as the network would get it without packing."""
     rows = [examples[index] for index in range(min(config.train.micro_batch_size or MICRO_BATCH_SIZE, len(examples)))]
-    batch = collate(rows, template.pad_id)
+    batch = padded(rows, template.pad_id)
     mask, ids = batch["attention_mask"], batch["input_ids"]
     filled = sorted(set(ids[mask == 0].tolist()))
     ends = sum(int(row.labels[-1] in template.stop_ids) for row in rows)

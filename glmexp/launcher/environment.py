@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,10 +59,8 @@ def rank_environment(config: RunConfig) -> Iterator[None]:
 @contextmanager
 def one_rank_environment(config: RunConfig) -> Iterator[None]:
     """As ``rank_environment`` for a single rank in this process, with the rendezvous of a world of one."""
-    from torch.distributed.elastic.utils import get_socket_with_port
-
-    with get_socket_with_port() as socket:
-        port = socket.getsockname()[1]
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with rank_environment(config), _environ(alone):
         yield

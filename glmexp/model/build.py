@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
-from glmexp.model.random_init import random_network
+from glmexp.model.auto import config_json, known_tokenizer
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _BUILTIN = "builtin:"
@@ -53,12 +52,14 @@ def _shipped(name: str) -> str:
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer. No code of the checkpoint is run unless model.trust_remote_code says so."""
-    from transformers import AutoTokenizer
-
     try:
-        if model.init == "random":
-            return AutoTokenizer.from_pretrained(tokenizer_location(model))
-        return AutoTokenizer.from_pretrained(location(model), trust_remote_code=bool(foreign_code(model)))
+        place, trusted = tokenizer_location(model), bool(foreign_code(model))
+        known = None if trusted else known_tokenizer(place)
+        if known is not None:
+            return known
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
     except OSError as error:
         raise _unreachable(model, error) from error
 
@@ -69,6 +70,8 @@ def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if model.init == "random":
+        from glmexp.model.random_init import random_network
+
         return random_network(model, load_tokenizer(model), dtype)
     try:
         trusted = bool(foreign_code(model))
@@ -93,9 +96,7 @@ def foreign_code(model: ModelSection) -> list[str]:
     """
     if model.init == "random":
         return []
-    from transformers import PreTrainedConfig
-
-    content, _ = PreTrainedConfig.get_config_dict(location(model))
+    content = config_json(location(model))
     kind, code = content.get("model_type"), content.get("auto_map")
     if kind in NATIVE or not code:
         return []

@@ -12,28 +12,8 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig
 
 from glmexp.config.errors import ConfigError, Problem
-
-RELEASES = ("chatglm", "chatglm2", "chatglm3")
-
-
-def release_of(config: dict[str, Any], default: str | None = "chatglm3") -> str | None:
-    """The release that a config.json describes: ``chatglm``, ``chatglm2`` or ``chatglm3``.
-
-    Our own saved field decides, then ``position_encoding_2d``, then the released name. ``default`` is returned when
-    nothing tells v2 from v3.
-    """
-    saved = config.get("release")
-    if saved is not None:
-        if saved not in RELEASES:
-            raise ConfigError(Problem("config.json: release", f"{saved!r} is unknown", f"one of {', '.join(RELEASES)}"))
-        return str(saved)
-    if "position_encoding_2d" in config:
-        return "chatglm"
-    name = str(config.get("_name_or_path") or "").lower()
-    for release in ("chatglm2", "chatglm3"):
-        if release in name:
-            return release
-    return default
+from glmexp.config.families import chatglm_release
+from glmexp.model.auto import register_networks
 
 
 class ChatGLMFamilyConfig(PreTrainedConfig):
@@ -58,7 +38,7 @@ class ChatGLMFamilyConfig(PreTrainedConfig):
 
         Raises ConfigError when a concrete class is asked to read another release's file.
         """
-        found = release_of(config_dict)
+        found = chatglm_release(config_dict)
         wanted: type[ChatGLMFamilyConfig] = ChatGLMConfig if found == "chatglm" else ChatGLM2Config
         if cls is ChatGLMFamilyConfig:
             return wanted.from_dict(config_dict, **kwargs)  # type: ignore[return-value]
@@ -67,7 +47,7 @@ class ChatGLMFamilyConfig(PreTrainedConfig):
                 Problem("config.json", f"describes {found}, which {cls.__name__} cannot read", f"use {wanted.__name__}")
             )
         ratio = config_dict.get("rope_ratio", 1)
-        if ratio != 1 and release_of(config_dict, default=None) is None:
+        if ratio != 1 and chatglm_release(config_dict, default=None) is None:
             raise ConfigError(
                 Problem(
                     "config.json: rope_ratio",
@@ -80,6 +60,9 @@ class ChatGLMFamilyConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        # A network is found by the class of a configuration object, so this is early enough; and a tokenizer alone
+        # needs none.
+        register_networks()
         if self.quantization_bit:
             raise ConfigError(
                 Problem(
