@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from glmexp.config.errors import Problem
 from glmexp.config.families import FAMILIES
-from glmexp.config.schema import RunConfig
+from glmexp.config.schema import EvalSection, RunConfig
 
 if TYPE_CHECKING:
     from glmexp.config.rules import Facts
@@ -39,11 +39,13 @@ def files(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     if entry == "train" and data.train_file is None:
         yield Problem("data.train_file", "is null, and entry=train needs rows", "data.train_file=FILE")
-    if entry == "evaluate" and data.eval_file is None and data.holdout is None:
-        yield Problem("data.eval_file", "is null, and entry=evaluate needs held-out rows", "data.eval_file=FILE")
+    if entry == "evaluate" and needs_rows(config.eval) and data.eval_file is None and data.holdout is None:
+        asking = ", ".join(name for name, hook in config.eval.hooks.items() if not brings_prompts(hook))
+        yield Problem("data.eval_file", f"is null, and eval={asking} needs held-out rows", "data.eval_file=FILE")
     if entry == "inspect" and data.eval_file is None and data.train_file is None:
         yield Problem("data.train_file", "is null, and entry=inspect needs rows", "data.train_file=FILE")
-    needed = {"evaluate": ("eval_file",), "export": ()}.get(entry, ("train_file", "eval_file"))
+    scored = ("eval_file",) if needs_rows(config.eval) else ()
+    needed = {"evaluate": scored, "export": ()}.get(entry, ("train_file", "eval_file"))
     for name in needed:
         path = getattr(data, name)
         given = path is not None and not path.startswith((BUILTIN, HUB))
@@ -55,6 +57,16 @@ def files(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             )
     if data.encoding is not None and not _known_encoding(data.encoding):
         yield Problem("data.encoding", f"{data.encoding!r} is no text encoding", "gb18030, big5, utf-16, latin-1, ...")
+
+
+def brings_prompts(hook: Any) -> bool:
+    """The eval hook answers a file of its own and needs no held-out rows."""
+    return getattr(hook, "prompts_file", None) is not None
+
+
+def needs_rows(section: EvalSection) -> bool:
+    """Some hook scores held-out rows."""
+    return not all(brings_prompts(hook) for hook in section.hooks.values())
 
 
 def prompts(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -99,6 +111,11 @@ def without_effect(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     if data.num_workers == 0 and "data.prefetch" in facts.explicit:
         yield Problem("data.prefetch", "without effect: data.num_workers is 0", "data.num_workers=1")
+    if config.entry.name == "evaluate" and config.eval.hooks and not needs_rows(config.eval):
+        for key in ("eval_file", "holdout"):
+            if f"data.{key}" in facts.explicit and getattr(data, key) is not None:
+                found = f"{getattr(data, key)} without effect: no hook of eval={','.join(config.eval.hooks)} reads rows"
+                yield Problem(f"data.{key}", found, "leave it out, or eval=[loss,...]")
     if config.entry.name != "inspect":
         for key in sorted(key for key in facts.explicit if key.startswith("inspect.")):
             yield Problem(key, f"without effect under entry={config.entry.name}", "leave it out, or entry=inspect")

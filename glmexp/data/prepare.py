@@ -50,6 +50,11 @@ class Prepared:
     sha256: dict[str, str]
     """Fingerprint of each file that was read."""
 
+    @staticmethod
+    def nothing() -> Prepared:
+        """No rows at all."""
+        return Prepared(Examples.none(), Examples.none(), [], {})
+
     def record(self) -> dict[str, Any]:
         """What the run keeps in ``data.json``."""
         return {

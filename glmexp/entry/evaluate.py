@@ -6,9 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
+from glmexp.config.data_rules import needs_rows
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.schema import ModelSection, RunConfig
-from glmexp.data.prepare import prepare
+from glmexp.data.prepare import Prepared, prepare
 from glmexp.engine import distributed
 from glmexp.engine.build import DTYPES
 from glmexp.entry import artifact
@@ -25,7 +26,12 @@ def run(config: RunConfig, run_folder: Path) -> int:
     section, dtype, folder = _subject(config)
     announce_code(section)
     template = renderer(section.family, load_tokenizer(section))
-    data = prepare(config.data, config.train.seed, template, train=False)
+    # Rows that no hook reads are not prepared.
+    data = (
+        prepare(config.data, config.train.seed, template, train=False)
+        if needs_rows(config.eval)
+        else Prepared.nothing()
+    )
     with session(config, run_folder) as here:
         model = _load(section, dtype, folder).to(distributed.device())
         if here.screen.active:

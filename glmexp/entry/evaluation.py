@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from glmexp.config.data_rules import brings_prompts
 from glmexp.config.schema import EvalSection
 from glmexp.data.batches import eval_batches, pick
 from glmexp.data.collate import collate, collate_prompts
@@ -59,7 +60,7 @@ class Evaluation:
     def run(self, step: int, all_hooks: bool) -> dict[str, float]:
         """Run all hooks, or those due at ``step``. Returns their metrics. Collective."""
         metrics: dict[str, float] = {}
-        hooks = {name: hook for name, hook in self.settings.hooks.items() if self.examples or _brings_prompts(hook)}
+        hooks = {name: hook for name, hook in self.settings.hooks.items() if self.examples or brings_prompts(hook)}
         if not hooks:
             return metrics
         answered: dict[Any, list[Any]] = {}
@@ -142,8 +143,3 @@ class Evaluation:
             (one["prompt"], one["expected"], one["generated"], two["generated"])
             for one, two in zip(before[:most], after[:most], strict=True)
         ]
-
-
-def _brings_prompts(hook: Any) -> bool:
-    """The hook does not need held-out rows."""
-    return getattr(hook, "prompts_file", None) is not None

@@ -96,7 +96,11 @@ def test_what_looks_wrong_is_said(tmp_path: Path) -> None:
     )
     held = file(tmp_path, "held.jsonl", {"prompt": "f", "response": "y"})
     words = (f"data.train_file={path}", f"data.eval_file={held}", "inspect.rows=0")
-    out = glmexp(*INSPECT, *words, folder=tmp_path).stdout
+    done = glmexp(*INSPECT, *words, folder=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "sentencepiece" in loaded
+    assert "torch" not in loaded, "inspect is quick since it loads no torch"
+    out = done.stdout
     for reason in (
         "marks of a chat template in the text (they are learned as plain text): 1 of 7 (place 1: '知道了。<|im_end|>')",
         "characters that a wrong encoding leaves: 1 of 7 (place 2:",
@@ -189,6 +193,16 @@ def test_only_held_out_rows_can_be_scored_and_not_trained_on(tmp_path: Path) -> 
     assert 0 < json.loads(line)["eval/loss/loss"] < 20
     assert (only_run(tmp_path) / "samples" / "step-0.jsonl").exists()
     assert "3 answers" in done.stdout
+
+
+def test_a_file_of_prompts_alone_needs_no_rows(tmp_path: Path) -> None:
+    prompts = file(tmp_path, "prompts.jsonl", {"prompt": "灯？"}, {"prompt": "lamp?"})
+    words = ("entry=evaluate", "eval=generate", f"eval.generate.prompts_file={prompts}", "data.eval_file=null")
+    done = glmexp(*words, "eval.generate.max_new_tokens=2", "launcher=inprocess", "tracker=none", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answers = (only_run(tmp_path) / "samples" / "step-0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["prompt"] for line in answers] == ["灯？", "lamp?"]
+    assert json.loads((only_run(tmp_path) / "data.json").read_text())["files"] == {}
 
 
 @pytest.mark.parametrize("words", [("data.packing=true", "zero=stage3"), ("data.group_by_length=true",)], ids=str)

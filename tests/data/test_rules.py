@@ -8,6 +8,8 @@ import pytest
 
 from tests.config.helpers import config, refusal, rows_file
 
+PROMPTS = "eval.generate.prompts_file=builtin:prompts.jsonl"
+
 
 @pytest.mark.parametrize(
     ("words", "text"),
@@ -26,6 +28,14 @@ from tests.config.helpers import config, refusal, rows_file
         (
             ("entry=inspect", "data.train_file=null", "data.eval_file=null"),
             "data.train_file: is null, and entry=inspect",
+        ),
+        (
+            ("entry=evaluate", "eval=[generate,loss]", PROMPTS, "data.eval_file=null"),
+            "data.eval_file: is null, and eval=loss needs held-out rows",
+        ),
+        (
+            ("entry=evaluate", "eval=generate", PROMPTS, "data.holdout=3", "data.eval_file=null"),
+            "data.holdout: 3 without effect: no hook of eval=generate reads rows",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
