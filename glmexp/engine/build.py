@@ -75,6 +75,9 @@ def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], t
         dist_init_required=False,
     )
     _forget_warm_up_step(engine.basic_optimizer)
+    if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
+        _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
+        _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))
     return engine
 
 
@@ -91,6 +94,52 @@ def _check_leaf_modules(model: nn.Module, names: list[str]) -> None:
                 f"classes that there are: {', '.join(sorted(there))}",
             )
         )
+
+
+def _check_granularity(engine: Any, threshold: int | None) -> None:
+    """DeepSpeed logs a threshold below every module's and goes on. Raises ConfigError with the smallest that works."""
+    if not threshold:
+        return
+    smallest = engine.optimizer.parameter_offload.min_granularity_value
+    if smallest > threshold:
+        raise ConfigError(
+            Problem(
+                "zero.stage3_module_granularity_threshold",
+                f"{threshold} without effect: no module has so few elements per descendant",
+                f"at least {smallest}, or null",
+            )
+        )
+
+
+def _let_leaf_inputs_require_grad(model: nn.Module, by_name: bool) -> None:
+    """Let DeepSpeed (0.19.8) reduce the gradients of a leaf module after they are there.
+
+    ``stage3.py`` does it in a full backward hook of the module, and torch calls that hook before the module's own
+    backward pass where none of its inputs requires a gradient: under a frozen embedding that is the first trained
+    block. Its weights are partitioned too early then, and autograd stops ("The size of tensor a (0) must match").
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    def require_grad(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        floats = [place for place, one in enumerate(inputs) if torch.is_tensor(one) and one.is_floating_point()]
+        if not torch.is_grad_enabled() or any(inputs[place].requires_grad for place in floats):
+            return inputs
+        if not floats:
+            raise ConfigError(
+                Problem(
+                    "zero.leaf_modules" if by_name else "zero.stage3_module_granularity_threshold",
+                    f"{type(module).__name__} is trained as a leaf module and gets no tensor that could carry a "
+                    "gradient: DeepSpeed would partition its weights before their gradients are there",
+                    "name the blocks, which get hidden states" if by_name else "a lower threshold",
+                )
+            )
+        first = floats[0]
+        return (*inputs[:first], inputs[first].detach().requires_grad_(), *inputs[first + 1 :])
+
+    for module in model.modules():
+        if z3_leaf_module(module) and any(parameter.requires_grad for parameter in module.parameters()):
+            # Before DeepSpeed's own hooks, which look at the inputs as well.
+            module.register_forward_pre_hook(require_grad, prepend=True)
 
 
 def _forget_warm_up_step(optimizer: torch.optim.Optimizer) -> None:

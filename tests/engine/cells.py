@@ -10,6 +10,7 @@ import torch
 
 from glmexp.config.compose import run_config
 from glmexp.config.ds_config import lower
+from glmexp.config.errors import ConfigError
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan, pick
@@ -122,6 +123,21 @@ def engine_loop(config: RunConfig, folder: str) -> Trace:
     _write(engine, config, folder, examples)
     engine.destroy()
     return trace
+
+
+def short_runs(cells: dict[str, list[str]], steps: int) -> dict[str, tuple[list[float], list[float]] | str]:
+    """Losses and gradient norms of ``steps`` steps for each cell's overrides; the report where one is refused."""
+    found: dict[str, tuple[list[float], list[float]] | str] = {}
+    for name, overrides in cells.items():
+        config = configure(*overrides)
+        try:
+            engine = _engine(config, steps)
+            found[name] = _train(engine, config, *rows(config), steps)
+        except ConfigError as error:
+            found[name] = error.report()
+        else:
+            engine.destroy()
+    return found
 
 
 def learns_at_all_stages(overrides: list[str], steps: int = 60) -> dict[int, tuple[list[float], float, float]]:
