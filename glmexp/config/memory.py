@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from glmexp.config.families import FAMILIES
@@ -11,6 +12,8 @@ from glmexp.config.schema import ModelSection, RunConfig, Sizes
 _DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes an element: float32 master, Adam's two moments, and the float32 gradient that stands beside the master."""
+EXACT_PINNING = "pinned_max_round_threshold_mb:1024,pinned_max_cached_size_mb:1024"
+"""Setting of torch's allocator: pinned buffers above 1 GiB are as large as asked for and, as that demands, not kept."""
 
 
 def sizes_of(model: ModelSection) -> Sizes | None:
@@ -60,7 +63,7 @@ def host_bytes(config: RunConfig) -> int | None:
     if offload.optimizer == "cpu":
         buffers = [MASTER * trained, GRADIENT * trained, weight * trained]
         # At stage 3 a buffer is one sub group's, by default nearly a power of two.
-        rounded = bool(offload.pin_memory) and config.zero.stage < 3
+        rounded = bool(offload.pin_memory) and config.zero.stage < 3 and not _exact_pinning(config.launcher.env)
         total += sum(map(_power_of_two, buffers) if rounded else buffers) + MOMENTS * trained
         total += weight * trained if (config.train.grad_accum or 1) > 1 else 0
     if offload.params == "cpu":
@@ -76,6 +79,12 @@ def nvme_bytes(config: RunConfig) -> int | None:
     trained = elements if config.method.name == "full" else 0
     total = (MASTER + MOMENTS) * trained if offload.optimizer == "nvme" else 0
     return total + (_DTYPE[config.precision.dtype] * elements if offload.params == "nvme" else 0)
+
+
+def _exact_pinning(variables: Mapping[str, str]) -> bool:
+    """Whether torch (2.11 on) is told not to round large pinned buffers up."""
+    settings = (variables.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any(EXACT_PINNING.partition(":")[0] in setting for setting in settings)
 
 
 def _power_of_two(number: int) -> int:

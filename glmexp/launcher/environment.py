@@ -31,14 +31,28 @@ _QUIET = {
 
 def set_defaults() -> None:
     """Variables of a rank that nobody has set, however it was started. Call before torch is imported."""
-    # Each rank would else take a thread a core, and N ranks fight for them.
-    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = threads_a_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     defaults = {**_QUIET, "OMP_NUM_THREADS": str(threads)}
     if gpu_count() == 0:
         defaults["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed warns on the terminal that it found no other
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ["PATH"] = tools_path()
+
+
+def threads_a_rank(ranks: int) -> int:
+    """Threads for the OpenMP loops of one of ``ranks`` ranks here: torch's kernels and AdamW on the host.
+
+    Each rank would else take a thread a core, and they would fight for them.
+    """
+    return max(1, usable_cores() // ranks)
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: fewer than the machine has under taskset, Slurm or a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    limit, _, period = quota.read_text(encoding="ascii").partition(" ") if quota.is_file() else ("max", "", "")
+    return cores if limit == "max" else max(1, min(cores, int(limit) // int(period)))
 
 
 def tools_path(environ: Mapping[str, str] = os.environ) -> str:

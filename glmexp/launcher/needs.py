@@ -21,13 +21,17 @@ from functools import cache
 from pathlib import Path
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import host_bytes, nvme_bytes, sizes_of
+from glmexp.config.memory import EXACT_PINNING, host_bytes, nvme_bytes, sizes_of
 from glmexp.config.schema import RunConfig
-from glmexp.launcher.environment import tools_path
+from glmexp.launcher.environment import threads_a_rank, tools_path
 from glmexp.launcher.ranks import gpu_count
 
 CPU_ADAM, ASYNC_IO, QUANTIZER = "cpu_adam", "async_io", "quantizer"
 _GIB = 2**30
+_UNROUNDED = (
+    "offload.pin_memory=false (pinned buffers are rounded up to powers of two, unless torch 2.11 or later has "
+    f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}}), "
+)
 _WAYS_OUT = "offload.adam=torch (torch's AdamW on the host, slower), or offload=none"
 
 
@@ -112,9 +116,27 @@ def prepare(config: RunConfig) -> RunConfig:
             said = f"torch's AdamW steps on the host: DeepSpeed's {op} op could not be compiled: {failure}"
             continue
         raise ConfigError(Problem(f"DeepSpeed's {op} op", f"could not be compiled: {failure}", _way_out(op)))
-    if said:
-        print(f"warning: offload.optimizer: {said}", file=sys.stderr)
+    for line in (said, few_threads(config, os.environ)):
+        if line:
+            print(f"warning: offload.optimizer: {line}", file=sys.stderr)
     return config
+
+
+def few_threads(config: RunConfig, environ: Mapping[str, str]) -> str:
+    """What to say where AdamW steps on the host with fewer threads than a rank could have; else nothing.
+
+    Where nobody sets OMP_NUM_THREADS, ranks get cores // ranks (see ``environment``), but torchrun sets it to 1.
+    """
+    given = config.launcher.env.get("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
+    ranks = config.launcher.nproc or int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = threads_a_rank(ranks)
+    if config.offload.optimizer is None or not given.isdigit() or int(given) >= threads:
+        return ""
+    by_torchrun = " (torchrun sets it where nobody has)" if config.launcher.name == "env" else ""
+    return (
+        f"AdamW steps on the host with {given} of {threads} threads that a rank could have: OMP_NUM_THREADS={given}"
+        f"{by_torchrun}. Way out: OMP_NUM_THREADS={threads} before the command"
+    )
 
 
 def with_adam(config: RunConfig, host: Host) -> tuple[RunConfig, str]:
@@ -187,9 +209,7 @@ def _memory(config: RunConfig, host: Host) -> Iterator[Problem]:
     if host.gpus == 0:  # the whole run is in host memory: no offload to be counted
         return
     if needed is not None and host.memory_bytes is not None and needed > host.memory_bytes:
-        pinned = "offload.pin_memory=false (pinned buffers are rounded up to powers of two), " * bool(
-            config.offload.pin_memory
-        )
+        pinned = _UNROUNDED * bool(config.offload.pin_memory)
         yield Problem(
             "offload",
             f"needs about {needed / _GIB:.1f} GiB of host memory, and {host.memory_bytes / _GIB:.1f} GiB are free",
@@ -269,10 +289,13 @@ def compiled(op: str) -> str | None:
     print(f"DeepSpeed's {op} op: compiled on first use (minutes), then kept", file=sys.stderr, flush=True)
     words = [sys.executable, "-m", "glmexp.launcher.ops", op]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        done = subprocess.run(words, env=environ, stdout=log, stderr=log, check=False)
+        with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=log, text=True) as building:
+            assert building.stdout is not None
+            for line in building.stdout:
+                print(f"DeepSpeed's {op} op: {line.strip()}", file=sys.stderr, flush=True)
         log.seek(0)
         lines = log.read().splitlines()
-    if done.returncode == 0:
+    if building.returncode == 0:
         return None
     errors = [line for line in lines if re.search(r"error|Error", line)]
-    return (errors or lines or [f"exit code {done.returncode}"])[0].strip()
+    return (errors or lines or [f"exit code {building.returncode}"])[0].strip()

@@ -12,9 +12,10 @@ import pytest
 
 from glmexp.config.compose import run_config
 from glmexp.config.errors import ConfigError
-from glmexp.config.memory import host_bytes, parameters
+from glmexp.config.memory import EXACT_PINNING, host_bytes, parameters
 from glmexp.engine.host import MIB, SwapWatch, used_bytes
-from glmexp.launcher import needs
+from glmexp.launcher import environment, needs
+from glmexp.launcher.environment import usable_cores
 from glmexp.launcher.needs import Host
 from tests.cli import SHORT, glmexp, metrics, runs
 from tests.engine.cells import Trace, configure, engine_loop
@@ -62,7 +63,9 @@ def test_a_leaf_module_that_the_network_has_not_is_refused() -> None:
 
 
 def test_a_run_says_which_optimizer_steps_on_the_host(tmp_path: Path) -> None:
-    done = glmexp(*SHORT, "method=lora", "zero=stage2", "offload=optimizer", folder=tmp_path)
+    cores = usable_cores()
+    words = (*SHORT, "method=lora", "zero=stage2", "offload=optimizer")
+    done = glmexp(*words, folder=tmp_path, OMP_NUM_THREADS=str(cores))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("warning: offload.optimizer: torch's AdamW steps on the host")
@@ -82,7 +85,7 @@ def test_without_a_compiler_the_fall_back_is_said_and_an_asked_for_op_is_refused
         if found is not None:
             (tools / name).symlink_to(found)
     words = (*SHORT, "method=lora", "zero=stage2", "offload=optimizer")
-    more = {"PATH": str(tools), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "CXX": ""}
+    more = {"PATH": str(tools), "TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "CXX": "", "OMP_NUM_THREADS": "1000"}
     done = glmexp(*words, folder=tmp_path, **more)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
@@ -164,6 +167,8 @@ def test_host_memory_is_counted_before_a_model_is_built(tmp_path: Path) -> None:
     assert str(problem).startswith("offload: needs about 126.5 GiB of host memory, and 110.0 GiB are free")
     assert "offload.pin_memory=false" in problem.fix
     assert not [*needs.missing(unpinned, _host(1, tmp_path, memory_gib=110))]
+    exact = run_config([*SIX_B, f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}}"], gpus=1)
+    assert host_bytes(exact) == host_bytes(unpinned), "torch is told not to round"
     assert host_bytes(run_config([*SIX_B[:2], "zero=stage2", "offload=optimizer"], gpus=1)) is None, "LoRA is small"
 
 
@@ -174,6 +179,33 @@ def test_an_op_that_does_not_compile_leaves_torchs_adam_or_a_refusal(monkeypatch
     assert needs.prepare(run_config(["zero=stage2", "offload=optimizer"], gpus=1)).offload.adam == "torch"
     with pytest.raises(ConfigError, match="could not be compiled: fatal error: no such header"):
         needs.prepare(run_config(["zero=stage2", "offload=optimizer", "offload.adam=deepspeed"], gpus=1))
+
+
+def test_adamw_on_the_host_gets_the_cores_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "usable_cores", lambda: 16)
+    assert [environment.threads_a_rank(ranks) for ranks in (1, 2, 32)] == [16, 8, 1]
+    for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "PATH", *environment._QUIET):
+        monkeypatch.setenv(name, "set here to be undone by the fixture")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    environment.set_defaults()
+    assert os.environ["OMP_NUM_THREADS"] == "8"
+    offloaded = run_config(["zero=stage2", "offload=optimizer"], ranks=2)
+    text = needs.few_threads(offloaded, {"OMP_NUM_THREADS": "1"})
+    assert text.startswith("AdamW steps on the host with 1 of 8 threads that a rank could have: OMP_NUM_THREADS=1.")
+    assert needs.few_threads(offloaded, {}) == needs.few_threads(offloaded, {"OMP_NUM_THREADS": "8"}) == ""
+    assert needs.few_threads(run_config(["zero=stage2"], ranks=2), {"OMP_NUM_THREADS": "1"}) == ""
+    own = run_config(["zero=stage2", "offload=optimizer", "launcher.env={OMP_NUM_THREADS:'4'}"], ranks=2)
+    assert "with 4 of 8 threads" in needs.few_threads(own, {})
+
+
+def test_a_quota_of_cores_counts(tmp_path: Path) -> None:
+    """A container may see all cores of its host and may use few of them: AdamW's threads would wait for one another."""
+    quota = tmp_path / "cpu.max"
+    quota.write_text("100000 100000\n")
+    assert environment.usable_cores(quota) == 1
+    quota.write_text("max 100000\n")
+    assert environment.usable_cores(quota) == environment.usable_cores(tmp_path / "none") >= 1
 
 
 def test_a_host_that_begins_to_swap_is_said_and_not_at_every_step() -> None:
@@ -204,12 +236,23 @@ def test_deepspeeds_adam_trains_as_torchs(tmp_path: Path) -> None:
 @needs_ops
 @pytest.mark.skipif(bool([*Host.here().libaio()]), reason="libaio-dev is not installed")
 def test_nvme_trains_as_host_memory(tmp_path: Path) -> None:
+    """On a network whose weights are large enough: DeepSpeed keeps tensors below 1 MiB in memory."""
     losses = []
+    network = ("method=full", "model.init=random", "model.sizes.hidden_size=512", "model.sizes.num_layers=2")
     for offload in ("all", "nvme"):
         more = [f"offload.nvme_path={tmp_path}/swap", "offload.nvme_buffer_size=1000000"] if offload == "nvme" else []
-        words = (*SHORT, "train.max_steps=4", "zero=stage3", f"offload={offload}", "offload.adam=torch", *more)
+        words = (
+            *SHORT,
+            *network,
+            "train.max_steps=4",
+            "zero=stage3",
+            f"offload={offload}",
+            "offload.adam=torch",
+            *more,
+        )
         done = glmexp(*words, f"run.dir={tmp_path}/{offload}", folder=tmp_path, timeout_s=280)
         assert done.returncode == 0, done.stderr
         losses.append([line["train/loss"] for line in metrics(tmp_path / offload)])
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert any((tmp_path / "swap").rglob("*.swp")), "something was on the disk"
+    on_disk = {path.parent.parent.name for path in (tmp_path / "swap").rglob("*.swp")}
+    assert on_disk == {"optimizer", "float32params"}
