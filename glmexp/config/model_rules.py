@@ -8,7 +8,7 @@ from pathlib import Path
 
 from glmexp.config.errors import Problem
 from glmexp.config.families import FAMILIES
-from glmexp.config.schema import ModelSection
+from glmexp.config.schema import ModelSection, RunConfig
 
 BUILTIN = "builtin:"
 
@@ -42,6 +42,42 @@ def without_effect(model: ModelSection, explicit: Collection[str]) -> Iterator[P
         )
     if model.trust_remote_code:
         yield Problem("model.trust_remote_code", "without effect: with model.init=random no folder's code is needed")
+
+
+def attention_kind(config: RunConfig) -> tuple[str, str]:
+    """The attention of a training run, and the reason where packed rows would have another: model.attention, or where
+    it is null varlen with packed rows, else sdpa."""
+    model = config.model
+    if model.attention is not None:
+        return model.attention, ""
+    if not config.data.packing:
+        return "sdpa", ""
+    reason = _not_varlen(model)
+    return ("varlen", "") if reason is None else ("sdpa", reason)
+
+
+def _not_varlen(model: ModelSection) -> str | None:
+    if model.family == "chatglm":
+        return "the context of ChatGLM-6B's rows sees itself in both directions, which needs a mask"
+    if model.trust_remote_code:
+        return "a network with code of its own (model.trust_remote_code) may not heed the ends of packed examples"
+    return None
+
+
+def attention(config: RunConfig, explicit: Collection[str]) -> Iterator[Problem]:
+    """varlen where it does not apply, or where no rows are packed."""
+    if config.model.attention != "varlen":
+        return
+    reason = _not_varlen(config.model)
+    if reason is not None:
+        yield Problem("model.attention", f"varlen does not apply: {reason}", "model.attention=sdpa")
+    elif "model.attention" in explicit and (config.entry.name != "train" or not config.data.packing):
+        where = "" if config.entry.name == "train" else f" under entry={config.entry.name}"
+        yield Problem(
+            "model.attention",
+            f"varlen without effect{where}: no rows are packed, and others go through sdpa",
+            "model.attention=null" + (", or data.packing=true" if config.entry.name == "train" else ""),
+        )
 
 
 def sizes(model: ModelSection, max_length: int) -> Iterator[Problem]:

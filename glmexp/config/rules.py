@@ -256,6 +256,7 @@ def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from model_rules.path(config.model)
     yield from model_rules.without_effect(config.model, facts.explicit)
     yield from model_rules.sizes(config.model, config.data.max_length)
+    yield from model_rules.attention(config, facts.explicit)
 
 
 def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:

@@ -98,8 +98,9 @@ class ModelSection:
     """Seed of the random weights: the same on every device and for every number of ranks."""
     sizes: Sizes
     """Sizes of the network with init=random."""
-    attention: Literal["eager", "sdpa"]
-    """Attention implementation."""
+    attention: Literal["eager", "sdpa", "varlen"] | None
+    """varlen: within each packed example, without a mask (not ChatGLM-6B). Null: varlen with data.packing where it
+    applies, else sdpa."""
     trust_remote_code: bool
     """Run the Python files of a folder whose network is not known here. Known ones load without them."""
 

@@ -7,16 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from glmexp.config.schema import DataSection
 from glmexp.data.batches import Places, StepPlan, pick
 from glmexp.data.collate import collate
 from glmexp.data.packing import collate_packed, packs
 from glmexp.data.store import Example, Examples
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -50,11 +47,11 @@ class Batches:
         lengths = self.examples.lengths if config.group_by_length else None
         return StepPlan(self.rows, micro_batch_size, grad_accum, ranks, rank, seed, config.shuffle, lengths)
 
-    def step(self, plan: StepPlan, step: int) -> list[dict[str, torch.Tensor]]:
+    def step(self, plan: StepPlan, step: int) -> list[dict[str, Any]]:
         """This rank's micro batches of optimizer step ``step`` (from 0)."""
         return [_pinned(self.batch(places)) for places in plan.micro_batches(step)]
 
-    def batch(self, places: Places) -> dict[str, torch.Tensor]:
+    def batch(self, places: Places) -> dict[str, Any]:
         """One micro batch; see ``collate`` and ``collate_packed``."""
         if self.packed is None:
             return collate(pick(self.examples, places), self.pad_id)
@@ -75,11 +72,13 @@ class Batches:
         return [f"packed: {len(self.examples)} examples in {rows} rows of {budget} tokens, {share:.1%} full"]
 
 
-def _pinned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _pinned(batch: dict[str, Any]) -> dict[str, Any]:
     """Page-locked where there is a GPU: only then is a copy to it not waited for."""
     import torch
 
-    return {name: tensor.pin_memory() for name, tensor in batch.items()} if torch.cuda.is_available() else batch
+    if not torch.cuda.is_available():
+        return batch
+    return {name: value.pin_memory() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def threads(wanted: int | None, local_ranks: int) -> int:

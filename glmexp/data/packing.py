@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -55,12 +55,13 @@ def _first_fit(window: list[int], lengths: np.ndarray, budget: int) -> list[list
     return rows
 
 
-def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) -> dict[str, torch.Tensor]:
+def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) -> dict[str, Any]:
     """input_ids, labels, segments, positions, contexts: int64 (batch, length), length at most ``budget``.
 
     segments: 1, 2, ... for the examples of a row, 0 on padding. positions restart with each example. contexts: 1 on
     the tokens before the answer of the example (what v1 sees in both directions). The first label of each example is
-    not learned: nothing of its own stands before it. And what ``predictions`` adds.
+    not learned: nothing of its own stands before it. And what ``predictions`` and
+    ``segment_ends`` add.
     """
     import torch
 
@@ -82,7 +83,26 @@ def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) 
             batch["contexts"][number, start : start + example.prompt_length] = 1
             start += count
     batch["lengths"] = (batch["segments"] != 0).sum(dim=1)
-    return batch | predictions(batch["labels"])
+    counts = [[len(example.input_ids) for example in row] for row in rows]
+    return batch | predictions(batch["labels"]) | segment_ends(counts, length)
+
+
+def segment_ends(rows: Sequence[Sequence[int]], length: int) -> dict[str, Any]:
+    """cu_seq_lens: int32 (segments + 1,), 0 and the running sum of ``rows``' token counts and of the padding behind
+    each row up to ``length``; max_length: the longest, an int. On the CPU: a GPU would have to be waited for.
+
+    Padding is cut into segments no longer than the longest example, so that a short row costs no more than a full one.
+    """
+    import torch
+
+    longest = max(count for row in rows for count in row)
+    ends = [0]
+    for number, row in enumerate(rows, start=1):
+        for count in row:
+            ends.append(ends[-1] + count)
+        while ends[-1] < number * length:
+            ends.append(min(ends[-1] + longest, number * length))
+    return {"cu_seq_lens": torch.tensor(ends, dtype=torch.int32), "max_length": longest}
 
 
 def visible(segments: torch.Tensor, contexts: torch.Tensor | None) -> torch.Tensor:
@@ -100,14 +120,22 @@ def visible(segments: torch.Tensor, contexts: torch.Tensor | None) -> torch.Tens
     return (same & earlier)[:, None]
 
 
-def model_inputs(batch: Mapping[str, torch.Tensor], family: Family, gmask_id: int | None) -> dict[str, torch.Tensor]:
-    """What a network of the family gets for a batch of ``collate_packed``, made on the batch's own device.
+def model_inputs(batch: Mapping[str, Any], family: Family, gmask_id: int | None, attention: str) -> dict[str, Any]:
+    """What a network of the family and attention kind gets for a batch of ``collate_packed``, on the batch's device.
 
-    ChatGLM2/3: boolean mask, True = visible, and positions. ChatGLM (v1): its mask has True = hidden; positions are
-    (batch, 2, length) in which what is written stands at its [GMASK]. Qwen2: positions alone, from whose restarts
-    transformers makes the mask (masking_utils.find_packed_sequence_indices).
+    varlen: positions and segments, no mask. Other kinds, ChatGLM2/3: boolean mask, True = visible, and positions.
+    ChatGLM (v1): a boolean mask of its own, True = hidden, dense and made once a batch, as its context sees itself in
+    both directions; positions are (batch, 2, length) in which what is written stands at its [GMASK]. Qwen2: positions
+    alone, from whose restarts transformers makes the mask (masking_utils.find_packed_sequence_indices).
     """
     ids = batch["input_ids"]
+    if attention == "varlen":
+        assert family != "chatglm", "the rules refuse varlen for ChatGLM-6B"
+        inputs = {"input_ids": ids, "position_ids": batch["positions"]}
+        for side in ("q", "k"):
+            inputs |= {f"cu_seq_lens_{side}": batch["cu_seq_lens"], f"max_length_{side}": batch["max_length"]}
+        # A mask by kind of layer is taken as it is: transformers makes none from the positions.
+        return inputs | ({"attention_mask": {"full_attention": None}} if family == "qwen2" else {})
     if family == "qwen2":
         return {"input_ids": ids, "position_ids": batch["positions"]}
     if family != "chatglm":

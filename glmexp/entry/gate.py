@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches
@@ -24,7 +22,7 @@ def check(
     plan: StepPlan,
     batches: Batches,
     template: Renderer,
-    inputs: Callable[[Batch], dict[str, torch.Tensor]],
+    inputs: Callable[[Batch], dict[str, Any]],
 ) -> str:
     """Look at two rows of the first step, the same on all ranks. Returns a line for the log. Raises DataError."""
     places = plan.window(0)[:CANDIDATES]

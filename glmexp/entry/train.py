@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from glmexp.config.ds_config import lower
 from glmexp.config.families import FAMILIES
+from glmexp.config.model_rules import attention_kind
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
@@ -56,7 +58,8 @@ def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str]
 
     ds_config = lower(config, distributed.world_size())
     with build.partitioned_loading(ds_config):
-        network = load_network(config.model, build.DTYPES[config.precision.dtype])
+        kind, _ = attention_kind(config)
+        network = load_network(replace(config.model, attention=kind), build.DTYPES[config.precision.dtype])
     model = method.apply(network, FAMILIES[config.model.family])
     if config.train.gradient_checkpointing:
         _recompute_activations(model)
@@ -135,7 +138,7 @@ def _loop(
     train, data = here.config.train, here.config.data
     workers = threads(data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
-    def steps() -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
+    def steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
         made = ahead(lambda step: batches.step(plan, step), range(done, total), workers, data.prefetch)
         return ((step + 1, micro_batches) for step, micro_batches in made)
 
@@ -160,12 +163,13 @@ def _loop(
         Loop(engine, steps(), train.log_steps, on_metrics, after_step, inputs).run()
 
 
-def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str, torch.Tensor]]:
+def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str, Any]]:
     """From a batch on the device to what the network is given."""
     if not config.data.packing:
         return padded_inputs
     gmask_id = getattr(template.tokenizer, "gmask_token_id", None)
-    return lambda batch: model_inputs(batch, config.model.family, gmask_id)
+    kind, _ = attention_kind(config)
+    return lambda batch: model_inputs(batch, config.model.family, gmask_id, kind)
 
 
 def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:
@@ -173,9 +177,11 @@ def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) ->
     config, ranks = here.config, distributed.world_size()
     trained, rest = build.trainable(engine.module), build.frozen(engine.module)
     train = config.train
+    kind, reason = attention_kind(config)
     steps = f"{done} done, on to {total}" if done else str(total)
     return {
         "model": f"{config.model.name} ({config.model.family}), {build.count(trained + rest):,} parameters",
+        "attention": " ".join([kind, f"with a dense mask: {reason}" if reason else ""]).strip(),
         "method": f"{config.method.name}, {build.count(trained):,} of them trained",
         "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}",
         "ranks": f"{ranks} on {distributed.device().type}",

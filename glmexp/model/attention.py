@@ -11,6 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from glmexp.config.errors import ConfigError, Problem
 
+DEFAULT_KIND = "sdpa"
+"""Where model.attention is null and no packed rows decide (``config.model_rules.attention_kind``)."""
+
 
 def check_kind(kind: str | None, offered: tuple[str, ...], network: str) -> None:
     """ConfigError when ``attn_implementation`` names a kind that the network does not offer (None: the default)."""

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from glmexp.model.attention import check_kind
 from glmexp.model.head import causal_loss, keep_positions
 from glmexp.model.prefix import PrefixMixin
+from glmexp.model.varlen import VARLEN
 
 
 class ChatGLMPreTrainedModel(PrefixMixin, PreTrainedModel):
@@ -62,8 +63,11 @@ class ChatGLMPreTrainedModel(PrefixMixin, PreTrainedModel):
         embedding output and each block's output, (batch, length, hidden) each. The P-Tuning prefix adds itself, also
         to the mask; it is not part of the cache. Further ``kwargs`` reach the attention function.
 
-        Raises ValueError for masks or positions of a wrong shape.
+        Raises ValueError for masks or positions of a wrong shape, and for ``cu_seq_lens_q`` without the attention kind
+        that reads it (``varlen``).
         """
+        if kwargs.get("cu_seq_lens_q") is not None and self.config._attn_implementation != VARLEN:
+            raise ValueError(f"cu_seq_lens_q needs attn_implementation={VARLEN!r}: other kinds would not see segments")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:

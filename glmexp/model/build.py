@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glmexp.config.errors import ArtifactError, Problem
+from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
-from glmexp.model.auto import config_json, known_tokenizer
+from glmexp.model.auto import config_json, known_tokenizer, register_networks
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,9 @@ def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     where there is one. No code of the checkpoint is run unless model.trust_remote_code says so."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from glmexp.model.attention import DEFAULT_KIND
+
+    register_networks()
     if model.init == "random":
         from glmexp.model.random_init import random_network
 
@@ -78,11 +81,12 @@ def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(location(model), trust_remote_code=trusted)
         if not trusted:
             _check_family(model, config)
+        _check_window(model, config)
         return AutoModelForCausalLM.from_pretrained(
             location(model),
             config=config,
             dtype=dtype,
-            attn_implementation=model.attention,
+            attn_implementation=model.attention or DEFAULT_KIND,
             trust_remote_code=trusted,
         )
     except OSError as error:
@@ -134,6 +138,18 @@ def _check_family(model: ModelSection, config: object) -> None:
                 "model.path",
                 f"{model.path} holds a {found} model, model={model.name} is for {model.family}",
                 "choose the model option of that family",
+            )
+        )
+
+
+def _check_window(model: ModelSection, config: object) -> None:
+    """Raise ConfigError when varlen meets layers that look back a limited way (some Qwen2 folders)."""
+    if model.attention == "varlen" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ConfigError(
+            Problem(
+                "model.attention",
+                f"varlen has no sliding window, and {model.path} has layers with one",
+                "model.attention=sdpa",
             )
         )
 

@@ -15,6 +15,7 @@ from glmexp.model.base import ChatGLMPreTrainedModel
 from glmexp.model.configuration import ChatGLM2Config
 from glmexp.model.prefix import PrefixEncoder, join_prefix, prefix_states
 from glmexp.model.rope import ROPE_BASE, inverse_frequencies, rotate_interleaved, rotation_table
+from glmexp.model.varlen import VARLEN
 
 
 class RMSNorm(nn.Module):
@@ -94,6 +95,7 @@ class SelfAttention(nn.Module):
             attention_mask,
             scaling=self.scaling,
             dropout=self.config.attention_dropout if self.training else 0.0,
+            prefix_length=0 if prefix_key is None else prefix_key.shape[2],
             **kwargs,
         )
         return self.dense(context.flatten(2))
@@ -245,12 +247,14 @@ class Transformer(nn.Module):
             position_ids = torch.arange(past, past + length, device=hidden.device)[None]
         self.check_positions(position_ids, self.training)
         prefix_length = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
+        if kwargs.get("cu_seq_lens_q") is None:
+            attention_mask = decoder_mask(attention_mask, hidden, past, prefix_length)
         return self.encoder(
             hidden,
             prefix_states(self.prefix_encoder, hidden),
             collect,
             rotation=self.rotation(position_ids),
-            attention_mask=decoder_mask(attention_mask, hidden, past, prefix_length),
+            attention_mask=attention_mask,
             past_key_values=past_key_values,
             **kwargs,
         )
@@ -262,13 +266,13 @@ class ChatGLM2ForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
     ``attention_mask``: None (all real); (batch, cached + new), 1 = real; or boolean (batch, 1, new, cached + new),
     True = visible. ``position_ids``: (batch, new); None counts every token from the cache's length on, pads too.
     Right padded training rows need no mask: nothing real looks at a pad, and without a mask the fused causal kernels
-    apply. The last entry of ``hidden_states`` is before the final norm. A position at or above seq_length is a
-    ValueError.
+    apply. Packed rows: the same boolean mask, or with the attention kind ``varlen`` segments (see ``varlen``). The
+    last entry of ``hidden_states`` is before the final norm. A position at or above seq_length is a ValueError.
     """
 
     config: ChatGLM2Config
     config_class = ChatGLM2Config
-    attention_kinds = ("eager", "sdpa")
+    attention_kinds = ("eager", "sdpa", VARLEN)
     _tied_weights_keys = {  # noqa: RUF012
         "transformer.output_layer.weight": "transformer.embedding.word_embeddings.weight"
     }

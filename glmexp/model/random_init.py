@@ -28,6 +28,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
+from glmexp.model.attention import DEFAULT_KIND
 from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
 
 STD = 0.02
@@ -48,7 +49,8 @@ def random_network(model: ModelSection, tokenizer: PreTrainedTokenizerBase, dtyp
     On the GPU where there is one, else on the CPU; partitioned while it is made where transformers knows of ZeRO-3.
     Raises ConfigError when the vocabulary is smaller than the tokenizer's.
     """
-    return build(network_config(model, tokenizer), dtype, model.attention, model.init_seed)
+    attention = model.attention or DEFAULT_KIND
+    return build(network_config(model, tokenizer), dtype, attention, model.init_seed)
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str, seed: int) -> PreTrainedModel:

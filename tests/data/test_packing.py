@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from glmexp.data.collate import collate
 from glmexp.data.packing import collate_packed, model_inputs, packs, visible
 from glmexp.data.store import Example
 from glmexp.engine.loss import loss_sum
+from glmexp.model.auto import register_networks
 from tests.model.samples import EOP, GMASK, SOP, small_network
 
 FAMILIES = ("chatglm", "chatglm2", "chatglm3", "qwen2")
@@ -28,6 +30,7 @@ LOSS, GRADIENT = 1e-5, 1e-5
 def network(family: str, attention: str, **changes: Any) -> Any:
     if family != "qwen2":
         return small_network(family, attention, **changes)
+    register_networks()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -66,21 +69,27 @@ def padded(rows: list[Example]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}, batch["labels"]
 
 
-SIZES = [(3, 2), (6, 1), (1, 5), (2, 2), (9, 4), (4, 1)]
-ROWS = [[4, 0, 1], [2], [3, 5]]
+KINDS = ("sdpa", "eager", "varlen")
+REFUSED = ("chatglm", "varlen")
+PREFIX = {"pre_seq_len": 3}
+SIZES = [(3, 2), (6, 1), (1, 5), (2, 2), (9, 4), (4, 1), (0, 0), (0, 0)]  # the last two are of one token, but in v1
+ROWS = [[4, 0, 6, 1], [2], [3, 5, 7]]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [*((family, {}) for family in FAMILIES), ("chatglm", {"pre_seq_len": 3}), ("chatglm3", {"pre_seq_len": 3})],
-    ids=[*FAMILIES, "chatglm_prefix", "chatglm3_prefix"],
+    ("family", "changes", "attention"),
+    [
+        pytest.param(family, changes, attention, id=f"{family}{'_prefix' if changes else ''}-{attention}")
+        for family, changes in [*((family, {}) for family in FAMILIES), *((f, PREFIX) for f in ("chatglm", "chatglm3"))]
+        for attention in KINDS
+        if (family, attention) != REFUSED
+    ],
 )
 def test_packed_padded_and_one_by_one_are_the_same(family: str, changes: dict[str, int], attention: str) -> None:
     model = network(family, attention, **changes)
     rows = examples(family, SIZES)
     batch = collate_packed([[rows[index] for index in row] for row in ROWS], pad_id=3, budget=48)
-    inputs = model_inputs(batch, family, GMASK)  # type: ignore[arg-type]
+    inputs = model_inputs(batch, family, GMASK, attention)  # type: ignore[arg-type]
     packed = loss_and_gradient(model, inputs, batch["labels"])
     together = loss_and_gradient(model, *padded(rows))
     single = [loss_and_gradient(model, *padded([row])) for row in rows]
@@ -92,17 +101,17 @@ def test_packed_padded_and_one_by_one_are_the_same(family: str, changes: dict[st
         assert float((other[1] - alone[1]).norm() / alone[1].norm()) <= GRADIENT
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_stands_beside_an_example_does_not_change_its_logits(family: str) -> None:
+@pytest.mark.parametrize(("family", "attention"), [pair for pair in product(FAMILIES, KINDS) if pair != REFUSED])
+def test_what_stands_beside_an_example_does_not_change_its_logits(family: str, attention: str) -> None:
     """The other examples are replaced; logits of the second one must be bit for bit those of before."""
-    model = network(family, "sdpa")
+    model = network(family, attention)
     one, other = examples(family, SIZES[:3]), examples(family, SIZES[:3], seed=1)
     start, end = len(one[0].input_ids), len(one[0].input_ids) + len(one[1].input_ids)
     logits = []
     for row in ([*one], [other[0], one[1], other[2]]):
         batch = collate_packed([row], pad_id=3, budget=40)
         with torch.no_grad():
-            logits.append(model(**model_inputs(batch, family, GMASK), use_cache=False).logits[0, start:end])  # type: ignore[arg-type]
+            logits.append(model(**model_inputs(batch, family, GMASK, attention), use_cache=False).logits[0, start:end])  # type: ignore[arg-type]
     assert torch.equal(*logits)
 
 
@@ -126,7 +135,7 @@ def test_chatglm_positions_are_those_of_each_example_alone() -> None:
     model = network("chatglm", "sdpa")
     rows = examples("chatglm", SIZES[:3])
     batch = collate_packed([rows], pad_id=3, budget=40)
-    found = model_inputs(batch, "chatglm", GMASK)["position_ids"][0]
+    found = model_inputs(batch, "chatglm", GMASK, "sdpa")["position_ids"][0]
     alone = [derive_positions(torch.from_numpy(row.input_ids).long()[None], None, model.config)[0] for row in rows]
     assert torch.equal(found[:, : sum(len(row.input_ids) for row in rows)], torch.cat(alone, dim=1))
 
@@ -136,6 +145,14 @@ def test_the_first_token_of_a_packed_example_is_never_learned() -> None:
     everything = Example(row.input_ids, row.input_ids.copy(), 0, 1)
     batch = collate_packed([[everything, everything]], 3, 20)
     assert (batch["labels"][0] == -100).nonzero().flatten().tolist() == [0, 5]
+
+
+def test_segments_cover_every_position_and_padding_is_no_longer_than_an_example() -> None:
+    rows = examples("chatglm3", [(2, 1), (0, 0), (1, 1)])  # 4, 1 and 3 tokens
+    batch = collate_packed([rows, rows[1:2]], pad_id=3, budget=48)
+    assert batch["cu_seq_lens"].tolist() == [0, 4, 5, 8, 9, 13, 16]
+    assert batch["cu_seq_lens"].dtype == torch.int32
+    assert batch["max_length"] == 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -134,7 +134,7 @@ def test_packed_rows_keep_their_bits(family: str) -> None:
     batch = collate_packed([examples], 0, 64)
 
     def inputs(packed: Any) -> dict[str, Tensor]:
-        return model_inputs(packed, family, GMASK)
+        return model_inputs(packed, family, GMASK, "sdpa")
 
     assert "passed" in leak.check(model, [row(batch)], inputs, {2, EOP})
     if family == "chatglm":
