@@ -8,7 +8,7 @@ from pathlib import Path
 
 from glmexp.config.errors import Problem
 from glmexp.config.families import FAMILIES
-from glmexp.config.schema import ModelSection, RunConfig
+from glmexp.config.schema import AttentionKind, ModelSection, RunConfig
 
 BUILTIN = "builtin:"
 
@@ -44,7 +44,7 @@ def without_effect(model: ModelSection, explicit: Collection[str]) -> Iterator[P
         yield Problem("model.trust_remote_code", "without effect: with model.init=random no folder's code is needed")
 
 
-def attention_kind(config: RunConfig) -> tuple[str, str]:
+def attention_kind(config: RunConfig) -> tuple[AttentionKind, str]:
     """The attention of a training run, and the reason where packed rows would have another: model.attention, or where
     it is null varlen with packed rows, else sdpa."""
     model = config.model

@@ -28,6 +28,7 @@ ElementsOrNone = Annotated[int, Bound(low=0, unit="elements")]
 Rate = Annotated[float, Bound(low=0)]
 
 Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
+AttentionKind = Literal["eager", "sdpa", "varlen"]
 
 
 @dataclass
@@ -98,7 +99,7 @@ class ModelSection:
     """Seed of the random weights: the same on every device and for every number of ranks."""
     sizes: Sizes
     """Sizes of the network with init=random."""
-    attention: Literal["eager", "sdpa", "varlen"] | None
+    attention: AttentionKind | None
     """varlen: within each packed example, without a mask (not ChatGLM-6B). Null: varlen with data.packing where it
     applies, else sdpa."""
     trust_remote_code: bool
