@@ -14,12 +14,10 @@ import itertools
 import json
 import random
 import shutil
-import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,6 +30,7 @@ from glmexp.config.schema import DataSection
 from glmexp.data import forms, workers
 from glmexp.data.encode import Encoding
 from glmexp.data.files import Block, DataFile, Fault, open_file, parse_block, raise_all
+from glmexp.data.progress import Preparing
 from glmexp.data.readers import Outcome, places
 from glmexp.data.store import IGNORED, Example, Examples, Store, Writer
 from glmexp.data.template import Renderer
@@ -179,16 +178,21 @@ def _build(file: DataFile, config: DataSection, renderer: Renderer, folder: Path
     outcome = Outcome(file.unit)
     cut: dict[str, list[str]] = {}
     too_long: list[str] = []
+    done_bytes = 0
     writer = Writer(folder)
     try:
-        with _progress(file.path, size, processes) as advance:
-            for part, more in workers.run(work, blocks, processes):
+        total = size if file.kind == "JSON lines" else None
+        large = size >= workers.LARGE_BYTES
+        with Preparing(file.path, size, total, processes) if large else nullcontext() as progress:
+            for part, more, read_bytes in workers.run(work, blocks, processes):
                 writer.add(part, outcome.used)
                 outcome.add(more)
                 too_long += part.too_long
                 for reason, labels in part.cut.items():
                     cut.setdefault(reason, []).extend(labels)
-                advance(outcome.read)
+                done_bytes += read_bytes
+                if progress is not None:
+                    progress.show(outcome.read, done_bytes)
         raise_all(file.path, outcome.problems)
         lines = _report(file, outcome, config.max_length, cut, too_long)
         about = {
@@ -257,26 +261,3 @@ def _report(
         where = places(file.unit, too_long)
         lines.append(f"{file.path}: {len(too_long)} of {outcome.used} rows {over} by their answer: dropped ({where})")
     return lines
-
-
-@contextmanager
-def _progress(path: str, size: int, processes: int) -> Iterator[Any]:
-    """A count of rows on a terminal while a large file is prepared; a line before and after it elsewhere."""
-    if size < workers.LARGE_BYTES:
-        yield lambda rows: None
-        return
-    started = time.perf_counter()
-    what = f"preparing {path} ({size / 1e6:.0f} MB, {processes} process{'es' if processes > 1 else ''})"
-    print(what, file=sys.stderr, flush=True)
-    done = 0
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done = rows
-        if sys.stderr.isatty():
-            speed = rows / (time.perf_counter() - started)
-            print(f"\r  {rows:,} rows, {speed:,.0f} rows/s", end="", file=sys.stderr, flush=True)
-
-    yield advance
-    seconds = time.perf_counter() - started
-    print(f"\r  {done:,} rows in {seconds:.0f} s, {done / seconds:,.0f} rows/s", file=sys.stderr, flush=True)

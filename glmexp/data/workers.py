@@ -20,6 +20,8 @@ from glmexp.data.template import Renderer
 LARGE_BYTES = 8 << 20
 """Below this size starting processes takes longer than the work."""
 MOST_WORKERS = 8
+Done = tuple[Part, Outcome, int]
+"""Examples of a block, what became of its rows, and its bytes (0 for records, which have none)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Work:
     renderer: Renderer
     on_error: Literal["error", "skip"]
 
-    def do(self, block: Block) -> tuple[Part, Outcome]:
+    def do(self, block: Block) -> Done:
         """Parse, read and encode one block."""
         rows, outcome = read_records(self.file, parse_block(block, self.file.line_encoding), self.forms, self.on_error)
         part = encode_rows(rows, self.encoding, self.renderer)
@@ -40,7 +42,7 @@ class Work:
             outcome.used -= 1
             outcome.read -= 1
             reject(self.file, outcome, fault, label, self.on_error)
-        return part, outcome
+        return part, outcome, len(block.text or b"")
 
 
 def workers_for(size: int, wanted: int | None) -> int:
@@ -50,7 +52,7 @@ def workers_for(size: int, wanted: int | None) -> int:
     return wanted or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
-def run(work: Work, blocks: Iterator[Block], workers: int) -> Iterator[tuple[Part, Outcome]]:
+def run(work: Work, blocks: Iterator[Block], workers: int) -> Iterator[Done]:
     """The results of all blocks in their order, with few of them in memory at a time."""
     if workers == 1:
         yield from map(work.do, blocks)
@@ -60,7 +62,7 @@ def run(work: Work, blocks: Iterator[Block], workers: int) -> Iterator[tuple[Par
     # Forked: a spawned process would import the tokenizer's library first (seconds each), and share no memory.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(workers, context, _start, (work, os.getpid()))
-    waiting: deque[Future[tuple[Part, Outcome]]] = deque()
+    waiting: deque[Future[Done]] = deque()
     try:
         for block in blocks:
             waiting.append(pool.submit(_do, block))
@@ -96,5 +98,5 @@ def _end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def _do(block: Block) -> tuple[Part, Outcome]:
+def _do(block: Block) -> Done:
     return _work.do(block)
