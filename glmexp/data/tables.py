@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import socket
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from glmexp.config.errors import DataError, Problem
 from glmexp.data.files import DataFile, Fault, Record, whole_text
 
 SEPARATORS = (",", ";", "\t")
+ANSWER_S = 5.0
+"""A hub that has not taken a connection by then is not waited for."""
 LONGEST_CELL = 1 << 30
 """Characters; Python's default of 131,072 is less than a long document."""
 
@@ -91,12 +95,18 @@ def from_hub(path: str) -> tuple[str, Path, str]:
 
     quiet = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
+    silent = None if Path(name).exists() else _silent_hub()
     try:
-        found = datasets.load_dataset(name, *rest[:-1], split=rest[-1])
+        with _offline() if silent else nullcontext():
+            found = datasets.load_dataset(name, *rest[:-1], split=rest[-1])
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fix = "check name, config and split, and that the hub can be reached; or download it and name its file"
-        raise DataError(Problem(path, f"cannot be loaded: {first}", fix)) from error
+        fix = (
+            "check name, config and split; HF_ENDPOINT=URL names another address of the hub, HF_HUB_OFFLINE=1 takes "
+            "what was fetched before without asking; or download it and name its file, data.train_file=FILE"
+        )
+        asked = f"{silent} does not answer; " if silent else ""
+        raise DataError(Problem(path, f"cannot be loaded: {asked}{first}", fix)) from error
     finally:
         if quiet:
             datasets.enable_progress_bars()
@@ -106,3 +116,34 @@ def from_hub(path: str) -> tuple[str, Path, str]:
         found.to_parquet(str(folder / "part"))
         (folder / "part").rename(folder / "rows.parquet")
     return path, folder, found._fingerprint
+
+
+def _silent_hub() -> str | None:
+    """The hub's address where nothing answers there within ANSWER_S: the library would try again and again, for
+    minutes. None where it answers, is not to be asked, or is asked through a proxy."""
+    import urllib.request
+
+    from huggingface_hub import constants
+
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    through_proxy = not {address.scheme, "all"}.isdisjoint(urllib.request.getproxies())
+    if constants.HF_HUB_OFFLINE or address.hostname is None or through_proxy:
+        return None
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        with socket.create_connection((address.hostname, port), ANSWER_S):
+            return None
+    except OSError:
+        return constants.ENDPOINT
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """As HF_HUB_OFFLINE=1, which is read only once: what was fetched before is used, and nothing is asked."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

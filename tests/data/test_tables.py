@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from glmexp.config.errors import DataError
+from tests.cli import glmexp
 
 from .fakes import pairs, read_rows
 
@@ -60,3 +61,20 @@ def test_a_hub_data_set_is_read_by_split(tmp_path: Path, monkeypatch: pytest.Mon
         read_rows(f"hub:{folder}:nosuch")
     with pytest.raises(DataError, match="names no split of a hub data set"):
         read_rows("hub:owner/name")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "asked"),
+    [("HF_HUB_OFFLINE", "1", ""), ("HF_ENDPOINT", "http://192.0.2.1", "http://192.0.2.1 does not answer; ")],
+)
+def test_a_hub_that_cannot_be_reached_is_a_mistake_with_a_way_out(
+    variable: str, value: str, asked: str, tmp_path: Path
+) -> None:
+    settings = {"HF_HOME": str(tmp_path / "hub"), variable: value}
+    words = ("entry=inspect", "data.train_file=hub:nobody/nothing:train")
+    done = glmexp(*words, folder=tmp_path, timeout_s=60, **settings)
+    assert done.returncode == 2
+    assert f"hub:nobody/nothing:train: cannot be loaded: {asked}Couldn't " in done.stderr
+    for words_out in ("HF_ENDPOINT=URL", "HF_HUB_OFFLINE=1", "data.train_file=FILE"):
+        assert words_out in done.stderr
+    assert "Traceback" not in done.stderr
