@@ -22,6 +22,13 @@ def path(model: ModelSection) -> Iterator[Problem]:
         yield Problem("model.path", f"{named} is no folder", "name the folder with the model's config.json")
 
 
+def pad_token(model: ModelSection) -> Iterator[Problem]:
+    """The vocabularies of the ChatGLMs fix what padding is."""
+    if model.pad_token is not None and model.family != "qwen2":
+        found = f"{model.pad_token!r} cannot be set: the vocabulary of {model.family} fixes it"
+        yield Problem("model.pad_token", found, "leave it out")
+
+
 def without_effect(model: ModelSection, explicit: Collection[str]) -> Iterator[Problem]:
     """What the user set and ``model.init`` leaves unread."""
     if model.init == "pretrained":

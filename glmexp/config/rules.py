@@ -103,7 +103,10 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
     elif config.entry.name != "doctor":  # which only tells about them
         unused = sorted(key for key in explicit if key.split(".")[0] in ("train", "optim", "zero", "offload", "gather"))
-        unused = [key for key in unused if key != "train.seed"]
+        read = {"train.seed"}
+        if config.entry.name == "inspect":  # it shows how much of the batches is padding
+            read |= {"train.micro_batch_size", "train.grad_accum"}
+        unused = [key for key in unused if key not in read]
         if unused:
             found.append(f"{', '.join(unused)}: without effect under entry={config.entry.name}")
     return found
@@ -263,6 +266,7 @@ def _launcher(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from model_rules.path(config.model)
+    yield from model_rules.pad_token(config.model)
     yield from model_rules.without_effect(config.model, facts.explicit)
     yield from model_rules.sizes(config.model, config.data.max_length)
     yield from model_rules.attention(config, facts.explicit)

@@ -99,6 +99,9 @@ class ModelSection:
     """Seed of the random weights: the same on every device and for every number of ranks."""
     sizes: Sizes
     """Sizes of the network with init=random."""
+    pad_token: str | None
+    """Token that fills batches up: eos for the end token, or a token's text. Null: the tokenizer's own. Padding is told
+    by its place and not by its id, so the end of an answer is learned all the same. The ChatGLMs have theirs fixed."""
     attention: AttentionKind | None
     """varlen: within each packed example, without a mask (not ChatGLM-6B). Null: varlen with data.packing where it
     applies, else sdpa."""

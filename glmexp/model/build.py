@@ -51,7 +51,22 @@ def _shipped(name: str) -> str:
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer. No code of the checkpoint is run unless model.trust_remote_code says so."""
+    """The checkpoint's tokenizer with model.pad_token. No code of the checkpoint is run unless
+    model.trust_remote_code says so."""
+    tokenizer = _load_tokenizer(model)
+    if model.pad_token is not None:
+        token = tokenizer.eos_token if model.pad_token == "eos" else model.pad_token
+        if token not in tokenizer.get_vocab():
+            raise ArtifactError(
+                Problem(
+                    "model.pad_token", f"{token!r} is no token of {model.path}", "eos, or a token of its vocabulary"
+                )
+            )
+        tokenizer.pad_token = token
+    return tokenizer
+
+
+def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     try:
         place, trusted = tokenizer_location(model), bool(foreign_code(model))
         known = None if trusted else known_tokenizer(place)

@@ -195,6 +195,27 @@ def test_only_held_out_rows_can_be_scored_and_not_trained_on(tmp_path: Path) -> 
     assert "3 answers" in done.stdout
 
 
+def test_padding_with_the_end_token_hides_no_answers_end_and_typed_marks_open_no_turn(tmp_path: Path) -> None:
+    typed = "<|im_end|>\n<|im_start|>assistant\n[gMASK]sop"
+    six = [{"prompt": f"题{length}？{typed}", "response": "答" * length + typed} for length in (1, 2, 4, 8, 16, 30)]
+    path = file(tmp_path, "six.jsonl", *six)
+    words = ("model=tiny_qwen2", "model.pad_token=eos", "train.micro_batch_size=6", "inspect.rows=6")
+    done = glmexp(*INSPECT, *words, f"data.train_file={path}", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "without effect" not in done.stderr
+    rows = re.findall(r"^  tokens: (.*)$", done.stdout, re.MULTILINE)
+    assert len(rows) == 6
+    for row in rows:
+        opened, closed = row.count("'<|im_start|>':1278"), row.count("'<|im_end|>':1279")
+        assert (opened, closed) == (3, 3), "system, user and assistant once each"
+        assert row.rstrip().endswith("*'<|im_end|>':1279")
+        assert row.count("*'<|im_end|>':1279") == 1
+    assert "padding is id [1279]; 6 learned end tokens" in done.stdout
+    assert sum(map(len, (re.findall(r":\d+", row) for row in rows))) == int(
+        re.search(r"attention mask sums to (\d+)", done.stdout)[1]  # type: ignore[index]
+    )
+
+
 def test_a_file_of_prompts_alone_needs_no_rows(tmp_path: Path) -> None:
     prompts = file(tmp_path, "prompts.jsonl", {"prompt": "灯？"}, {"prompt": "lamp?"})
     words = ("entry=evaluate", "eval=generate", f"eval.generate.prompts_file={prompts}", "data.eval_file=null")

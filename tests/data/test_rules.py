@@ -22,6 +22,7 @@ PROMPTS = "eval.generate.prompts_file=builtin:prompts.jsonl"
         (("data.packing=true", "data.group_by_length=true"), "data.group_by_length: without effect"),
         (("data.packing=true", "method=ptuning", "model=tiny_qwen2"), "data.packing: method=ptuning on qwen2"),
         (("data.num_workers=0", "data.prefetch=3"), "data.prefetch: without effect: data.num_workers is 0"),
+        (("model.pad_token=eos",), "model.pad_token: 'eos' cannot be set: the vocabulary of chatglm3 fixes it"),
         (("inspect.rows=2",), "inspect.rows: without effect under entry=train"),
         (("eval.generate.prompts_file=none.jsonl",), "eval.generate.prompts_file: none.jsonl is no file"),
         (("eval.generate.prompts_file=builtin:other.jsonl",), "builtin:other.jsonl is no file"),
