@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import sys
@@ -15,7 +14,6 @@ from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, Problem, UserEr
 if TYPE_CHECKING:
     from glmexp.config.arguments import Arguments
     from glmexp.config.compose import Request
-    from glmexp.config.schema import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,33 +57,35 @@ def _main(words: list[str]) -> int:
         from glmexp.launcher.ranks import gpu_count
 
         return show(arguments, Machine(gpu_count(), world_size))
-    return _run(arguments, world_size)
+    return _run(words, arguments, world_size)
 
 
-def _run(arguments: Arguments, world_size: int | None) -> int:
-    from glmexp.config.compose import Machine, request
-    from glmexp.launcher.ranks import gpu_count
+def _run(words: list[str], arguments: Arguments, world_size: int | None) -> int:
+    from glmexp.config.compose import Machine, request, trial_of_search
+    from glmexp.launcher.ranks import core_count, gpu_count
 
     if arguments.multirun and world_size is not None:
         raise ConfigError(
             Problem("-m", "a sweep starts ranks of its own for each trial", "run it without torchrun or deepspeed")
         )
-    asked = request(arguments, Machine(gpu_count(), world_size))
+    machine = Machine(gpu_count(), world_size, core_count())
+    asked = request(arguments, machine)
     if any(trial.entry.name == "doctor" for trial in asked.trials):
         return _doctor(asked)
     for warning in asked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    from glmexp.launcher.start import start, sweep
+    if asked.sweep is None:
+        from glmexp.launcher.start import start
 
-    if asked.sweep_folder is None:
         return start(asked.trials[0], _run_rank)
-    trials, folder = _claimed(asked)
-    return sweep(trials, folder, _run_rank)
+    from glmexp.launcher.sweep import sweep
+
+    return sweep(asked, words, _run_rank, lambda values: trial_of_search(arguments, machine, values))
 
 
 def _doctor(asked: Request) -> int:
     """What only tells something needs no run folder and no ranks."""
-    if asked.sweep_folder is not None:
+    if asked.sweep is not None:
         raise ConfigError(Problem("-m", "entry=doctor tells about one configuration", "leave out -m"))
     from glmexp.entry.doctor import tell
 
@@ -97,34 +97,6 @@ def _run_rank(run_folder: Path, shows_failures: bool) -> int:
     from glmexp.worker import run_rank
 
     return run_rank(run_folder, shows_failures)
-
-
-def _claimed(asked: Request) -> tuple[list[RunConfig], str]:
-    """Make the sweep's folder; one that another sweep of the same second has made is left to it."""
-    assert asked.sweep_folder is not None
-    wanted = Path(asked.sweep_folder)
-    if asked.folder_chosen:
-        wanted.mkdir(parents=True, exist_ok=True)
-        return asked.trials, asked.sweep_folder
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    folder = wanted
-    for number in range(2, 1000):
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:
-            folder = wanted.with_name(f"{wanted.name}-{number}")
-    return [_moved(trial, wanted, folder) for trial in asked.trials], str(folder)
-
-
-def _moved(trial: RunConfig, wanted: Path, folder: Path) -> RunConfig:
-    assert trial.run.dir is not None
-    trial = dataclasses.replace(
-        trial, run=dataclasses.replace(trial.run, dir=str(folder / os.path.relpath(trial.run.dir, wanted)))
-    )
-    if getattr(trial.tracker, "group", None) == wanted.name:
-        trial = dataclasses.replace(trial, tracker=dataclasses.replace(trial.tracker, group=folder.name))
-    return trial
 
 
 if __name__ == "__main__":

@@ -6,9 +6,12 @@ import resource
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from glmexp.config.compose import Request
 
 HEAVY = ("torch", "transformers", "deepspeed", "peft", "datasets", "wandb", "accelerate", "numpy")
 CPU_LIMIT_S = 1.0
@@ -109,24 +112,23 @@ class Started:
 
     def __init__(self) -> None:
         self.runs: list = []
-        self.folder: str | None = None
 
     def start(self, config: object, run_rank: object) -> int:
         self.runs.append(config)
         return 7
 
-    def sweep(self, trials: list, folder: str, run_rank: object) -> int:
-        self.runs, self.folder = trials, folder
+    def sweep(self, asked: Request, words: list[str], run_rank: object, compose: Callable) -> int:
+        self.runs, self.words, self.compose = asked.trials, words, compose
         return 8
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
-    from glmexp.launcher import start
+    from glmexp.launcher import start, sweep
 
     stand_in = Started()
     monkeypatch.setattr(start, "start", stand_in.start)
-    monkeypatch.setattr(start, "sweep", stand_in.sweep)
+    monkeypatch.setattr(sweep, "sweep", stand_in.sweep)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -141,27 +143,16 @@ def test_one_run_is_handed_to_the_launcher_and_its_exit_code_comes_back(started:
     assert started.runs[0].launcher.name == "local"
 
 
-def test_sweeps_of_the_same_second_have_folders_of_their_own(
-    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_sweep_is_handed_over_with_its_line_and_a_search_with_what_composes_its_trials(started: Started) -> None:
     from glmexp.__main__ import main
-    from glmexp.config.compose import Request, request
 
-    def same_second(*args: object, **words: object) -> Request:
-        asked = request(*args, **words)  # type: ignore[arg-type]
-        folder = Path(asked.sweep_folder or "")
-        for trial in asked.trials:
-            trial.run.dir = str(folder.with_name("sweep-now") / Path(trial.run.dir or "").name)
-            trial.tracker.group = "sweep-now"
-        return Request(asked.trials, str(folder.with_name("sweep-now")), asked.warnings)
-
-    monkeypatch.setattr("glmexp.config.compose.request", same_second)
-    for name in ("sweep-now", "sweep-now-2"):
-        assert main(["-m", "method.rank=2,4"]) == 8
-        assert Path(started.folder or "").name == name
-        assert [Path(one.run.dir).parent.name for one in started.runs] == [name, name]
-        assert {one.tracker.group for one in started.runs} == {name}
-        assert (tmp_path / "outputs" / "tiny-lora" / name).is_dir()
+    words = ["-m", "method.rank=2,4"]
+    assert main(words) == 8
+    assert [one.method.rank for one in started.runs] == [2, 4]
+    assert started.words == words
+    assert main(["-m", "sweep=search", "method.rank=range(2,9)", "train.max_steps=5"]) == 8
+    trial = started.compose({"method.rank": "3"})
+    assert (trial.method.rank, trial.train.max_steps, trial.sweep.name) == (3, 5, "grid")
 
 
 def test_ranks_of_an_outside_launcher_other_than_0_never_compose(

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 
-from glmexp.config import ds_file, hydra_tree, inherit, rules
+from glmexp.config import ds_file, hydra_tree, inherit, rules, sweep
 from glmexp.config.arguments import Arguments, Given, parse, understand
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Groups, Origin, Tree
-from glmexp.config.load import Source, examine, flatten
-from glmexp.config.schema import RunConfig
+from glmexp.config.load import Source, examine, examine_section, flatten
+from glmexp.config.schema import RunConfig, SweepSection
+from glmexp.config.sweep import Axis, Swept
 
 ALTERNATIVES = (
     ("data.train_file", "data.eval_file"),
@@ -34,11 +34,14 @@ class Machine:
 
     gpus: int = 0
     world_size: int | None = None
+    cores: int | None = None
+    """Cores that the slots of a sweep share where there is no GPU. None: not asked."""
 
     def ranks(self, config: RunConfig) -> int:
         """Ranks that the run will have; ``request`` writes them into launcher.nproc, the one place to read them."""
         alone = config.launcher.name == "inprocess"
-        return self.world_size or config.launcher.nproc or (1 if alone else self.gpus) or 1
+        gpus = self.gpus // (config.launcher.slots or 1)
+        return self.world_size or config.launcher.nproc or (1 if alone else gpus) or 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,11 @@ class Request:
     """What the command line asks to run."""
 
     trials: list[RunConfig]
-    """Checked and derived; exactly one without ``-m``."""
-    sweep_folder: str | None
-    """Folder of all trials of a sweep; None for a single run."""
+    """Checked and derived; exactly one without ``-m``. A search composes its own as it goes: here are those at the ends
+    of its space, so that what is wrong with them is found before the first starts."""
+    sweep: Swept | None
+    """With ``-m``: how trials are chosen and where they lie."""
     warnings: list[str]
-    folder_chosen: bool = False
-    """The sweep's folder is the user's choice, not a time stamp."""
     origins: dict[str, str] = dataclasses.field(default_factory=dict)
     """Dotted key to the file or override that set it, of a single run."""
 
@@ -77,6 +79,16 @@ def request(arguments: Arguments, machine: Machine, outside: bool | None = None)
         except ConfigError as error:  # what ends composing early must not hide what was found before
             raise ConfigError(*dict.fromkeys([*composer.problems, *error.problems])) from error
         return Request([config], None, composer.warnings, origins=composer.origins)
+
+
+def trial_of_search(arguments: Arguments, machine: Machine, values: Mapping[str, str]) -> RunConfig:
+    """The checked configuration of the trial with these values, as texts. Raises ConfigError where they do not fit."""
+    with hydra_tree.hydra_for(arguments) as hydra:
+        composer = _Composer(hydra, machine, outside=False)
+        master, axes = composer.master(arguments.overrides)
+        config = composer.single_trial(sweep.chosen(axes, values), master)
+        composer.stop_on_problems()
+        return config
 
 
 class _Composer:
@@ -114,6 +126,11 @@ class _Composer:
             for one in given
             if one.key == "hydra.sweep.dir"
         )
+        self.problems.extend(
+            Problem(one.key, "without effect in a single run", "add -m")
+            for one in given
+            if sweep.of_sweep(one.key) or one.key == "launcher.slots"
+        )
         tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
         if tree.params:
             names = ", ".join(tree.params)
@@ -146,7 +163,7 @@ class _Composer:
             ranks = 1
         if saved is not None and saved.ranks not in (None, ranks):
             self.problems.append(_other_ranks(saved.ranks, ranks))
-        contradictions = rules.check(config, ranks, self.machine.gpus, explicit)
+        contradictions = rules.check(config, ranks, self.machine.gpus, explicit, self.machine.cores)
         self.problems.extend(_told([one for one in contradictions if one.where not in wrong], tree))
         if self.problems:
             return config
@@ -188,24 +205,55 @@ class _Composer:
         self.warnings.extend(one for one in raised.warnings if one not in self.warnings)
         return tree, problems
 
-    def sweep(self, overrides: Iterable[str]) -> Request:
-        """Every trial of the grid, all checked before the first starts."""
+    def master(self, overrides: Iterable[str]) -> tuple[Tree, list[Axis]]:
+        """The tree with the sweep's own settings in it, and everything else that was given."""
         given, groups = self.understood(overrides, multirun=True)
         handed, problems = hydra_tree.canonical(given, groups)
         self.problems.extend(problems)
         if problems:
             given, handed = self.without_wrong_options(given, groups)
-        master = hydra_tree.compose(self.hydra, handed, given, RunMode.MULTIRUN)
+        own = [one for one in given if sweep.of_sweep(one.key) or one.key == "launcher.slots"]
+        self.problems.extend(Problem(one.key, "cannot be swept over", "give one value") for one in own if one.sweeps)
+        tree = hydra_tree.compose(self.hydra, handed, given, RunMode.MULTIRUN)
+        lines = [f"{key}={_param(value)}" for key, value in tree.params.items()]
+        params, problems = understand(lines, self.hydra.config_loader, multirun=True)
+        self.problems.extend(problems)
+        return tree, sweep.axes(given, params)
+
+    def sweep(self, overrides: Iterable[str]) -> Request:
+        """Every trial of the grid, or the corners of a search's space, all checked before the first starts."""
+        master, axes = self.master(overrides)
         folder = self.sweep_folder(master)
-        chosen = any(one.key == "hydra.sweep.dir" for one in given)
-        trials = []
-        for number, (texts, swept) in enumerate(self.grid(master, given)):
-            config = self.single_trial(texts, master)
+        settings = self.sweep_settings(master)
+        search = settings is not None and settings.name == "search"
+        space, problems = sweep.space(axes) if search else ({}, list(sweep.endless(axes)))
+        self.problems.extend(problems)
+        ends = {one.where for one in problems}
+        axes = [axis for axis in axes if axis.key not in ends]
+        asked = [(sweep.chosen(axes, one), one) for one in sweep.corners(axes, space)] if search else sweep.grid(axes)
+        trials: list[RunConfig] = []
+        values: list[dict[str, str]] = []
+        slots = 1
+        for lines, swept in asked:
+            config = self.single_trial(lines, master)
             if not self.problems:
-                trials.append(_in_sweep(config, folder, number, swept))
-                self.problems.extend(_taken(trials[-1]) if chosen else [])
+                assert settings is not None
+                self.problems.extend(filter(None, [sweep.metric_problem(settings, config)]))
+                slots = config.launcher.slots or 1
+                trials.append(sweep.in_sweep(config, folder, sweep.folder_name(len(trials), swept)))
+                values.append(swept)
         self.stop_on_problems()
-        return Request(trials, folder, self.warnings, chosen)
+        assert settings is not None
+        named = "hydra.sweep.dir" in master.origins
+        swept_all = Swept(settings, folder, named, slots, [] if search else values, space)
+        return Request(trials, swept_all, self.warnings)
+
+    def sweep_settings(self, master: Tree) -> SweepSection | None:
+        """The section ``sweep``; None where it holds a mistake, which is noted."""
+        origins = {key: origin.words for key, origin in master.origins.items()}
+        settings, problems = examine_section("sweep", SweepSection, master.values["sweep"], Source(origins))
+        self.problems.extend(problems or sweep.settings_problems(settings))
+        return None if problems else settings
 
     def sweep_folder(self, master: Tree) -> str:
         try:
@@ -224,6 +272,7 @@ class _Composer:
         if problems:
             given, handed = self.without_wrong_options(given, groups)
         tree = hydra_tree.compose(self.hydra, handed, given, RunMode.RUN)
+        tree.values["sweep"] = sweep.default_settings()  # what chose the trial is no part of it
         if tree.params != master.params:
             self.problems.append(
                 Problem("hydra.sweeper.params", "a swept option brings a grid of its own", "sweep one study at a time")
@@ -234,40 +283,9 @@ class _Composer:
             self.problems.append(Problem("run.dir", "every trial would share it", "hydra.sweep.dir=FOLDER"))
         return self.checked(tree, given, groups)
 
-    def grid(self, master: Tree, given: list[Given]) -> Iterator[tuple[list[str], list[str]]]:
-        """(all overrides, the swept ones) of each trial: product of the command line and hydra.sweeper.params."""
-        typed = {one.key: one for one in given}
-        lines = [f"{key}={_param(value)}" for key, value in master.params.items()]
-        params, problems = understand(lines, self.hydra.config_loader, multirun=True)
-        self.problems.extend(problems)
-        merged = {**{one.key: one for one in params}, **typed}
-        for one in [one for one in merged.values() if one.sweeps and not one.override.is_discrete_sweep()]:
-            self.problems.append(Problem(one.key, f"{one.value_text} has no end", "name the values: 1,2,4"))
-            del merged[one.key]
-        axes: list[list[str]] = []
-        for one in merged.values():
-            if one.sweeps:
-                prefix = (one.override.input_line or "").partition("=")[0]
-                axes.append([f"{prefix}={value}" for value in one.override.sweep_string_iterator()])
-            else:
-                axes.append([one.override.input_line or one.text])
-        swept = {key for key, one in merged.items() if one.sweeps or key not in typed}
-        for combination in itertools.product(*axes):
-            yield list(combination), [text for text, key in zip(combination, merged, strict=True) if key in swept]
-
 
 def _param(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def _in_sweep(config: RunConfig, folder: str, number: int, swept: list[str]) -> RunConfig:
-    """The trial's folder and its tracker group; nothing else of the sweep stays in the configuration."""
-    words = [re.sub(r"[^\w.]+", "-", re.sub(r"(?<==)(\d+)\.0$", r"\1", text.lstrip("+"))) for text in swept]
-    name = "_".join([str(number), *words])[:100].rstrip("-_.")
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path(folder) / name)))
-    if getattr(config.tracker, "group", "") is None:
-        config = dataclasses.replace(config, tracker=dataclasses.replace(config.tracker, group=Path(folder).name))
-    return config
 
 
 def _other_ranks(saved: int | None, now: int) -> Problem:
@@ -276,11 +294,6 @@ def _other_ranks(saved: int | None, now: int) -> Problem:
         f"the run was saved with {saved} ranks, now {now}: the optimizer states in its checkpoints are split by rank",
         f"launcher.nproc={saved}, or as many under torchrun",
     )
-
-
-def _taken(trial: RunConfig) -> Iterator[Problem]:
-    if trial.run.dir is not None and (Path(trial.run.dir) / "config.yaml").exists() and not trial.run.overwrite:
-        yield Problem("hydra.sweep.dir", f"{trial.run.dir} already holds a run", "choose another folder")
 
 
 def _drop_alternatives(tree: Tree) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 EXIT_USER_MISTAKE = 2
 EXIT_FAILURE = 1
+EXIT_UNUSABLE = 3
+"""Of a sweep: every trial has a result, and some are out of memory or not finite."""
 
 
 @dataclass(frozen=True)

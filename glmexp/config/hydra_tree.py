@@ -219,7 +219,7 @@ def compose(hydra: Hydra, handed: Sequence[str], given: Iterable[Given], mode: R
     with hydra_mistakes():
         config = hydra.compose_config(PRIMARY, list(handed), mode, validate_sweep_overrides=mode is RunMode.RUN)
     HydraConfig.instance().set_config(config)
-    origins = dict(loader.origins)
+    origins = {**loader.hydra_keys, **loader.origins}
     typed = Origin(COMMAND_LINE, default=False)
     for one in given:
         value = None if one.sweeps else one.override.value()

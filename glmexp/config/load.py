@@ -113,6 +113,12 @@ def examine(tree: Mapping[str, Any], source: Source | None = None) -> tuple[RunC
     return _Walk(source or Source()).run(tree)
 
 
+def examine_section(name: str, cls: type, tree: Any, source: Source) -> tuple[Any, list[Problem]]:
+    """One section alone, as ``examine`` treats it: of a tree whose other values are not yet decided."""
+    walk = _Walk(source)
+    return walk.section(cls, tree, name), walk.problems
+
+
 class _Walk:
     def __init__(self, source: Source) -> None:
         self.source = source

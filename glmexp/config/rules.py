@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config import data_rules, ds_rules, model_rules
+from glmexp.config import data_rules, ds_rules, model_rules, sweep
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.load import UnusableValueError
@@ -27,14 +27,18 @@ class Facts:
     gpus: int
     explicit: frozenset[str]
     """Keys that the user set; the others stand at this project's defaults."""
+    cores: int | None = None
+    """Cores of the machine that the slots of a sweep share; None: not asked."""
 
 
 Rule = Callable[[RunConfig, Facts], Iterator[Problem]]
 
 
-def check(config: RunConfig, ranks: int, gpus: int, explicit: Collection[str] = ()) -> list[Problem]:
-    """Every contradiction in ``config`` for that many ranks on a machine with that many GPUs."""
-    facts = Facts(ranks, gpus, frozenset(explicit))
+def check(
+    config: RunConfig, ranks: int, gpus: int, explicit: Collection[str] = (), cores: int | None = None
+) -> list[Problem]:
+    """Every contradiction in ``config`` for that many ranks on a machine with that many GPUs and cores."""
+    facts = Facts(ranks, gpus, frozenset(explicit), cores)
     problems: list[Problem] = []
     for rule in RULES:
         try:
@@ -213,15 +217,6 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _compiled_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.train.compile and config.zero.stage == 3 and not config.zero.leaf_modules:
-        yield Problem(
-            "train.compile",
-            "true, but zero=stage3 gathers weights in hooks on every module, which cut each block's graph into pieces",
-            "train.compile=null, or zero.leaf_modules=[the class of a block], which are gathered whole",
-        )
-
-
 def _betas(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     optim = config.optim
     if len(optim.betas) != 2:
@@ -326,11 +321,11 @@ RULES: tuple[Rule, ...] = (
     ds_rules.zero,
     ds_rules.zero_plus_plus,
     _method,
-    _compiled_blocks,
     _betas,
     _warmup,
     _length,
     _launcher,
+    sweep.slots,
     data_rules.files,
     data_rules.without_effect,
     data_rules.prompts,

@@ -326,8 +326,6 @@ class TrainSection:
     """Order of rows, initial values of what is added, dropout."""
     gradient_checkpointing: bool
     """Compute activations again in the backward pass in place of storing them."""
-    compile: bool | None
-    """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU below stage 3."""
     log_steps: Count
     """Optimizer steps between two lines of metrics."""
     save_steps: Count | None
@@ -348,8 +346,29 @@ class LauncherSection:
     """Ranks on this machine. Null: the number of GPUs, else 1."""
     timeout_s: Annotated[float, Bound(above=0)]
     """Seconds that a rendezvous or a collective may wait."""
+    slots: Count | None
+    """In a sweep: trials that run at a time, each on GPUs (or CPU cores) of its own. Null: one after another."""
     env: dict[str, str]
     """Environment variables for the ranks, such as NCCL_*."""
+
+
+@dataclass
+class SweepSection:
+    """How the trials of ``-m`` are chosen, and what becomes of those that an earlier start left behind."""
+
+    name: Literal["grid", "search"]
+    """grid: every combination; search: each trial is chosen by what the earlier ones gave (Optuna's TPE)."""
+    metric: str | None
+    """Metric of metrics.jsonl that trials are compared by, its last value. Null: the first of eval/loss/loss and
+    train/loss that is there."""
+    direction: Literal["minimize", "maximize"]
+    """Whether a small or a large metric is good."""
+    retry: list[Literal["failed", "out_of_memory", "non_finite"]]
+    """When a sweep is taken up again: run trials that ended like this once more. Empty: their outcome stands."""
+    trials: Count | None
+    """Trials of a search, all starts of it together. Null in a grid, which has as many as it has combinations."""
+    seed: Annotated[int, Bound(low=0)] | None
+    """Seed of the choices of a search. Null in a grid."""
 
 
 @dataclass
@@ -418,3 +437,4 @@ class RunConfig:
     eval: EvalSection
     tracker: Any
     launcher: LauncherSection
+    sweep: SweepSection

@@ -64,16 +64,20 @@ def run_of_checkpoint(path: Path) -> Path:
 
 
 def _fresh(parent: Path) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    return fresh(parent / time.strftime("%Y-%m-%d_%H-%M-%S"))
+
+
+def fresh(wanted: Path) -> Path:
+    """Make the folder, or one beside it with a number at its end: ``mkdir`` decides, so that no two share one."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
     for suffix in ["", *(f"-{number}" for number in range(2, 10_000))]:
-        folder = parent / f"{stamp}{suffix}"
+        folder = wanted.with_name(f"{wanted.name}{suffix}")
         try:
             folder.mkdir()
         except FileExistsError:
             continue
         return folder
-    raise AssertionError(f"10,000 runs of one second under {parent}")
+    raise AssertionError(f"10,000 folders named {wanted}")
 
 
 def _environment(config: RunConfig) -> dict[str, Any]:

@@ -36,3 +36,8 @@ def gpu_count(environ: Mapping[str, str] = os.environ, devices: Path = Path("/de
     # CUDA stops reading at the first index that it does not know; -1 is the usual way to say "none".
     chosen = [part for part in visible.split(",") if part.strip() and not part.strip().startswith("-")]
     return min(present, len(chosen))
+
+
+def core_count() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,22 +27,6 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
     if config.launcher.name == "inprocess" or config.entry.name == "inspect":  # no network, no other ranks
         return _in_process(config, run_folder, run_rank)
     return _local(config, run_folder)
-
-
-def sweep(trials: list[RunConfig], sweep_folder: str, run_rank: RunRank) -> int:
-    """Run trials one after another, each in its own processes. A failed one does not stop the rest; then returns 1."""
-    codes = []
-    for number, config in enumerate(trials, start=1):
-        print(f"\n== trial {number} of {len(trials)}: {config.run.dir}", flush=True)
-        codes.append(start(config, run_rank))
-        if codes[-1] == 128 + signal.SIGINT:
-            print(f"sweep interrupted after trial {number} of {len(trials)}", file=sys.stderr)
-            break
-    failed = [number for number, code in enumerate(codes, start=1) if code != 0]
-    print(f"\nsweep {sweep_folder}: {len(codes) - len(failed)} of {len(trials)} trials finished", flush=True)
-    if failed:
-        print(f"failed: {', '.join(map(str, failed))}", file=sys.stderr)
-    return EXIT_FAILURE if failed or len(codes) < len(trials) else 0
 
 
 def _local(config: RunConfig, run_folder: Path) -> int:

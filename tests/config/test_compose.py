@@ -148,7 +148,8 @@ def test_a_sweep_is_the_product_and_each_trial_has_its_folder(tmp_path: Path) ->
     words = ("-m", "method.rank=2,4", "zero.reduce_bucket_size=2e8,5e8", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert pairs(*words) == GRID
     request = asked(*words)
-    assert request.sweep_folder == str(tmp_path / "sweep")
+    assert request.sweep is not None
+    assert request.sweep.folder == str(tmp_path / "sweep")
     assert [Path(one.run.dir or "").name for one in request.trials] == [
         "0_method.rank-2_zero.reduce_bucket_size-200000000",
         "1_method.rank-2_zero.reduce_bucket_size-500000000",
@@ -192,14 +193,6 @@ def test_the_whole_grid_is_checked_before_the_first_trial_and_each_mistake_told_
         "every trial would",
     ):
         assert text.count(part) == 1
-
-
-def test_a_chosen_sweep_folder_that_holds_a_trial_is_refused(tmp_path: Path) -> None:
-    words = ("-m", "method.rank=2,4", f"hydra.sweep.dir={tmp_path}")
-    folder = Path(asked(*words).trials[1].run.dir or "")
-    folder.mkdir()
-    (folder / "config.yaml").write_text("run: {}")
-    assert f"{folder} already holds a run" in refusal(*words)
 
 
 def test_composing_leaves_hydra_and_the_folder_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,8 @@ def test_the_same_key_or_group_twice_is_refused() -> None:
         (["--resolve"], ["has no effect without --cfg"]),
         (["--cfg", "job", "-m"], ["show one configuration"]),
         (["hydra.sweep.dir=x"], ["without effect in a single run"]),
+        (["sweep=search"], ["sweep: without effect in a single run", "add -m"]),
+        (["launcher.slots=2"], ["launcher.slots: without effect in a single run"]),
     ],
 )
 def test_single_mistakes_name_the_way_out(words: list[str], parts: list[str]) -> None:

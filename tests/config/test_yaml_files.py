@@ -20,9 +20,10 @@ EXTRA = {
     ("offload", "all"): ["zero=stage3"],
     ("offload", "nvme"): ["zero=stage3", "offload.nvme_path={folder}"],
     ("precision", "fp16"): [],
+    ("sweep", "search"): ["method.rank=2,4"],
 }
 STUDIES = "experiments"
-COUNT = 55
+COUNT = 57
 COUNT_OF_STUDIES = 1
 
 
@@ -30,7 +31,7 @@ COUNT_OF_STUDIES = 1
 def test_option_composes_and_passes_every_check(group: str, option: str, tmp_path: Path) -> None:
     values = {"rows": rows_file(tmp_path / "rows.jsonl"), "folder": str(tmp_path)}
     words = [word.format(**values) for word in EXTRA.get((group, option), [])]
-    flag = ["-m"] if group == STUDIES else []
+    flag = ["-m"] if group in (STUDIES, "sweep") else []
     outside = 1 if (group, option) == ("launcher", "env") else None
     assert asked(*flag, f"{group}={option}", *words, gpus=1, world_size=outside).trials
 
@@ -47,7 +48,7 @@ def test_options_of_a_group_set_the_same_keys() -> None:
     """Values-only groups: no option leaves a key to chance."""
     import yaml
 
-    for group in ("zero", "offload", "precision", "launcher", "gather", "entry"):
+    for group in ("zero", "offload", "precision", "launcher", "gather", "entry", "sweep"):
         keys = {
             frozenset(yaml.safe_load(path.read_text(encoding="utf-8")))
             for path in (conf_folder() / group).glob("*.yaml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import shutil
@@ -147,16 +148,21 @@ def test_resume_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_path: Path)
     assert resumed == whole
 
 
-def test_a_sweep_runs_every_trial_and_says_which_failed(tmp_path: Path) -> None:
-    """Two of four blow up; the others finish, each in a folder of its own, and the exit code says so."""
+def test_a_sweep_runs_every_trial_on_its_slot_and_says_which_blew_up(tmp_path: Path) -> None:
+    """Two of four are not finite, which is a result: the others finish, two at a time, and the exit code says so."""
     words = ("-m", *SHORT, "method.rank=2,4", "optim.lr=1e30,1e-3", "optim.max_grad_norm=null", "train.max_steps=4")
-    done = glmexp(*words, folder=tmp_path, timeout_s=240)
-    assert done.returncode == 1
+    done = glmexp(*words, "launcher.slots=2", folder=tmp_path, timeout_s=240)
+    assert done.returncode == 3, done.stderr
     states = {run.name: status(run)["state"] for run in runs(tmp_path)}
     assert len(states) == 4
     assert all((state == "failed") == ("1e30" in name or "1e-30" in name) for name, state in states.items()), states
-    assert sorted(states.values()) == ["failed", "failed", "finished", "finished"]
-    assert "2 of 4 trials finished" in done.stdout
+    assert "2 of 4 trials finished; 2 non finite" in done.stdout
+    assert "step 1/4" not in done.stdout
+    assert all("step 1/4" in log.read_text() for log in tmp_path.rglob("0_*1e-3*/logs/trial.log"))
+    (table,) = tmp_path.rglob("sweep.csv")
+    rows = list(csv.DictReader(table.open()))
+    assert [row["state"] for row in rows] == ["finished"] * 2 + ["non_finite"] * 2
+    assert float(rows[0]["train/loss"]) < float(rows[1]["train/loss"])
 
 
 def test_uneven_rows_take_the_same_number_of_steps_on_each_rank(tmp_path: Path) -> None:

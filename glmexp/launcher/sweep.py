@@ -1,0 +1,348 @@
+"""Sweeps: several trials on parts of the machine, each in processes of its own; taken up again where they were.
+
+``sweep.json`` in the sweep's folder says what became of each trial; the same command line with ``hydra.sweep.dir=``
+that folder runs what is left. ``run_trial`` is all that is done for one: what hands trials to a queue in place of
+running them here can call it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from glmexp.config.compose import Request
+from glmexp.config.errors import EXIT_FAILURE, EXIT_UNUSABLE, ConfigError, Problem
+from glmexp.config.schema import RunConfig, SweepSection
+from glmexp.config.sweep import Swept, folder_name, in_sweep
+from glmexp.launcher import folder, search, slots, summary, trials
+from glmexp.launcher.slots import Slot
+from glmexp.launcher.start import RunRank, start
+from glmexp.launcher.trials import FINISHED, OUTCOMES, RUNNING, STOPPED, WAITING, SweepState, Trial
+
+Compose = Callable[[Mapping[str, str]], RunConfig]
+"""Values of a search -> the trial's configuration. Raises ConfigError where they do not fit together."""
+Job = tuple[Trial, RunConfig]
+Work = Callable[[RunConfig], int]
+
+
+def run_trial(config: RunConfig, run_rank: RunRank) -> int:
+    """One trial in its run folder, from start to end; its exit code."""
+    return start(config, run_rank)
+
+
+def sweep(asked: Request, words: Sequence[str], run_rank: RunRank, compose: Compose) -> int:
+    """Run the trials that have no outcome yet. A failed one does not stop the others.
+
+    Returns 0 if all have finished, 3 if some ended out of memory or with numbers that are not finite, 1 if some failed.
+    """
+    assert asked.sweep is not None
+    if asked.sweep.settings.name == "search":
+        search.needs_optuna()
+    asked, root = _claimed(asked, asked.sweep, _line(words))
+    assert asked.sweep is not None
+    with trials.locked(root):
+        state = _taken_up(root, words, asked)
+        here = _Sweep(state, asked.sweep, partial(run_trial, run_rank=run_rank))
+        jobs = _grid(state, asked) if asked.sweep.settings.name == "grid" else None
+        state.line = _line(words)
+        state.save()
+        if jobs is not None:
+            here.announce([trial for trial, _ in jobs])
+            return here.run(iter([job for job in jobs if here.due(job[0])]))
+        here.announce(state.trials)
+        return here.run(here.searched(compose))
+
+
+def _claimed(asked: Request, swept: Swept, line: list[str]) -> tuple[Request, Path]:
+    """The sweep's folder; a new one that another sweep of the same second has made is left to it."""
+    wanted = Path(swept.folder).absolute()
+    if swept.folder_chosen:
+        wanted.mkdir(parents=True, exist_ok=True)
+        return asked, wanted
+    _tell_unfinished(wanted.parent, line)
+    root = folder.fresh(wanted)
+    moved = [_moved(trial, wanted, root) for trial in asked.trials]
+    name = str(Path(swept.folder).with_name(root.name))
+    return dataclasses.replace(asked, trials=moved, sweep=dataclasses.replace(swept, folder=name)), root
+
+
+def _moved(trial: RunConfig, wanted: Path, root: Path) -> RunConfig:
+    assert trial.run.dir is not None
+    run = dataclasses.replace(trial.run, dir=str(root / Path(trial.run.dir).name))
+    trial = dataclasses.replace(trial, run=run)
+    if getattr(trial.tracker, "group", None) == wanted.name:
+        trial = dataclasses.replace(trial, tracker=dataclasses.replace(trial.tracker, group=root.name))
+    return trial
+
+
+def _tell_unfinished(parent: Path, line: list[str]) -> None:
+    """A new sweep never takes over an older one by itself, but whoever meant that shall hear how."""
+    for file in sorted(parent.glob(f"sweep-*/{trials.STATE}"), reverse=True):
+        older = trials.read(file.parent)
+        open_trials = [one for one in older.trials if one.state not in OUTCOMES] if older is not None else []
+        if older is not None and open_trials and older.line == line:
+            print(
+                f"note: {os.path.relpath(file.parent)} is an unfinished sweep of this line ({len(open_trials)} of "
+                f"{len(older.trials)} trials left); hydra.sweep.dir={os.path.relpath(file.parent)} goes on with it",
+                file=sys.stderr,
+            )
+            return
+
+
+def _line(words: Sequence[str]) -> list[str]:
+    """The command line without what only says how to go on."""
+    return [word for word in words if not word.startswith(("hydra.sweep.dir=", "sweep.retry=", "launcher.slots="))]
+
+
+def _taken_up(root: Path, words: Sequence[str], asked: Request) -> SweepState:
+    """The sweep that lies in ``root``, with what a killed parent left open settled; or a new one."""
+    assert asked.sweep is not None
+    plan = _plan(asked, asked.sweep)
+    state = trials.read(root)
+    if state is None:
+        return SweepState(root, plan, _line(words))
+    problems = [
+        Problem(
+            "hydra.sweep.dir", f"{root} holds a sweep with {name}={_shown(state.plan.get(name))}, not {_shown(now)}"
+        )
+        for name, now in plan.items()
+        if state.plan.get(name) != now
+    ]
+    if problems:
+        old = Problem("its command line", " ".join(state.line), "use it again, or choose another folder")
+        raise ConfigError(*problems, old)
+    for trial in state.trials:
+        if trial.state == RUNNING:
+            trial.state, trial.reason = trials.settle_left_behind(state.folder_of(trial))
+            trial.metrics = trials.last_metrics(state.folder_of(trial)) if trial.state == FINISHED else {}
+    return state
+
+
+def _plan(asked: Request, swept: Swept) -> dict[str, Any]:
+    """What must be the same for a sweep to be the same one: nothing of a grid, whose trials speak for themselves."""
+    settings = swept.settings
+    if settings.name == "grid":
+        return {"name": "grid"}
+    space = {key: dataclasses.asdict(one) for key, one in swept.space.items()}
+    return {
+        "name": settings.name,
+        "metric": settings.metric,
+        "direction": settings.direction,
+        "seed": settings.seed,
+        "space": json.loads(json.dumps(space)),
+        "other options": trials.trial_identity(asked.trials[0], {}),
+    }
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _grid(state: SweepState, asked: Request) -> list[Job]:
+    """The trials of this command line; those that the sweep knows keep their folder. Raises ConfigError."""
+    assert asked.sweep is not None
+    named = [
+        (trials.trial_identity(config, values), config, values)
+        for config, values in zip(asked.trials, asked.sweep.values, strict=True)
+    ]
+    known = {trial.identity: trial for trial in state.trials}
+    if known and not any(identity in known for identity, _, _ in named):
+        raise ConfigError(
+            Problem("hydra.sweep.dir", f"{state.root} holds another sweep: none of its trials is one of these"),
+            Problem("its command line", " ".join(state.line), "use it again, or choose another folder"),
+        )
+    jobs: dict[str, Job] = {}
+    for identity, config, values in named:
+        if identity in jobs:
+            print(f"warning: {values} is the same run as {jobs[identity][0].name}: run once", file=sys.stderr)
+            continue
+        if identity not in known:
+            number = len(state.trials)
+            known[identity] = Trial(number, identity, values, folder_name(number, values))
+            state.trials.append(known[identity])
+        trial = known[identity]
+        run = dataclasses.replace(config.run, dir=str(state.folder_of(trial)))
+        jobs[identity] = (trial, dataclasses.replace(config, run=run))
+    return list(jobs.values())
+
+
+@dataclasses.dataclass
+class _Running:
+    trial: Trial
+    process: BaseProcess
+    slot: Slot
+    started: float
+
+
+class _Sweep:
+    """One start of a sweep."""
+
+    def __init__(self, state: SweepState, swept: Swept, work: Work) -> None:
+        self.state = state
+        self.swept = swept
+        self.work = work
+        self.free = slots.divide(swept.slots)
+        self.running: list[_Running] = []
+        self.signals: list[int] = []
+
+    @property
+    def settings(self) -> SweepSection:
+        return self.swept.settings
+
+    def due(self, trial: Trial) -> bool:
+        """Whether this start runs the trial."""
+        return trial.state not in OUTCOMES or trial.state in self.settings.retry
+
+    def announce(self, known: Sequence[Trial]) -> None:
+        """What there is, what is kept, and how to go on after an interruption."""
+        total = self.settings.trials or len(known)
+        print(f"sweep {self.swept.folder}: {total} trials, {len(self.free)} at a time", flush=True)
+        kept = [trial for trial in known if not self.due(trial)]
+        for trial in kept:
+            self.tell(trial, "kept")
+        if retry := sorted({trial.state for trial in kept} - {FINISHED}):
+            print(f"sweep.retry=[{','.join(retry)}] runs them once more", flush=True)
+
+    def tell(self, trial: Trial, event: str) -> None:
+        """One line on the terminal."""
+        print(f"{time.strftime('%H:%M:%S')} {trial.name} {event}{self._result(trial)}", flush=True)
+
+    def _result(self, trial: Trial) -> str:
+        if trial.state == FINISHED:
+            metric = summary.compared_by(self.settings, [trial])
+            return "" if metric is None else f": {metric} {trial.value(metric):.6g}"
+        words = trial.state.replace("_", " ")
+        return f": {words}: {trial.reason}" if trial.state in (*OUTCOMES, STOPPED) else ""
+
+    def searched(self, compose: Compose) -> Iterator[Job]:
+        """Trials that an earlier start left, then new ones until there are ``sweep.trials``."""
+        for trial in [one for one in self.state.trials if self.due(one)]:
+            yield trial, in_sweep(compose(trial.values), str(self.state.root), trial.folder)
+        assert self.settings.trials is not None, "composing asks for it"
+        while len(self.state.trials) < self.settings.trials:
+            number = len(self.state.trials)
+            values = search.suggest(self.swept.space, self.settings, self.state.trials, number)
+            trial = Trial(number, "", values, folder_name(number, values))
+            try:
+                config = compose(values)
+            except ConfigError as error:
+                trial.state, trial.reason = trials.FAILED, str(error.problems[0]).splitlines()[0]
+            else:
+                trial.identity = trials.trial_identity(config, values)
+                self._repeat(trial)
+            self.state.trials.append(trial)
+            self.state.save()
+            if trial.state == WAITING:
+                yield trial, in_sweep(config, str(self.state.root), trial.folder)
+            else:
+                self.tell(trial, "not run" if trial.same_as is None else f"is trial {trial.same_as} again")
+
+    def _repeat(self, trial: Trial) -> None:
+        """A configuration that has an outcome is not run again."""
+        for twin in self.state.trials:
+            if twin.identity == trial.identity and twin.state in OUTCOMES:
+                trial.state, trial.metrics, trial.reason = twin.state, twin.metrics, twin.reason
+                trial.same_as, trial.folder = twin.number, twin.folder
+                return
+
+    def run(self, jobs: Iterator[Job]) -> int:
+        """Run jobs until there are none, or a signal ends all; the exit code."""
+        with self._passing_signals_on():
+            while True:
+                while self.free and not self.signals and (job := next(jobs, None)) is not None:
+                    self._start(*job)
+                if not self.running:
+                    break
+                wait([one.process.sentinel for one in self.running])
+                for one in [one for one in self.running if one.process.exitcode is not None]:
+                    self._ended(one)
+        return self._close()
+
+    def _start(self, trial: Trial, config: RunConfig) -> None:
+        run_folder = self.state.folder_of(trial)
+        trials.wait_for_ranks(run_folder)
+        goes_on = config.entry.name == "train" and trial.state in _RESUMABLE and trials.has_checkpoint(run_folder)
+        if goes_on:
+            config = dataclasses.replace(
+                config,
+                train=dataclasses.replace(config.train, resume=str(run_folder)),
+                run=dataclasses.replace(config.run, dir=None),
+            )
+            shutil.rmtree(run_folder / folder.FAILURES, ignore_errors=True)
+        elif run_folder.exists():
+            shutil.rmtree(run_folder)
+        trial.state, trial.reason, trial.metrics = RUNNING, "", {}
+        self.state.save()
+        slot, several = self.free.pop(0), self.swept.slots > 1
+        log = os.path.relpath(run_folder / "logs" / slots.LOG)
+        where = f" on {slot.words}; output: {log}" if several else f": {os.path.relpath(run_folder)}"
+        self.tell(trial, f"{'goes on' if goes_on else 'starts'}{where}")
+        ranks = config.launcher.nproc or 1
+        process = slots.start_process(partial(self.work, config), slot, ranks, run_folder, log=several)
+        self.running.append(_Running(trial, process, slot, time.monotonic()))
+
+    def _ended(self, one: _Running) -> None:
+        code = one.process.exitcode
+        assert code is not None
+        one.process.close()
+        self.running.remove(one)
+        self.free.append(one.slot)
+        trial, run_folder = one.trial, self.state.folder_of(one.trial)
+        trial.state, trial.reason = trials.settle(run_folder, code)
+        trial.metrics = trials.last_metrics(run_folder) if trial.state == FINISHED else {}
+        trial.seconds = time.monotonic() - one.started
+        self.state.save()
+        self.tell(trial, f"ended after {trial.seconds:.0f} s")
+
+    @contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the trials as they would end a run; the second one does so at once."""
+
+        def pass_on(number: int, _: object) -> None:
+            self.signals.append(number)
+            for one in self.running:
+                if one.process.pid is not None and one.process.exitcode is None:
+                    os.kill(one.process.pid, number if len(self.signals) == 1 else signal.SIGKILL)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _close(self) -> int:
+        """The table, where it lies, and the exit code."""
+        self.state.save()
+        known = self.state.trials
+        print("", *summary.table(self.state, self.settings), sep="\n")
+        counts = {state: sum(trial.state == state for trial in known) for state in (*OUTCOMES, STOPPED, WAITING)}
+        words = [f"{count} {state.replace('_', ' ')}" for state, count in counts.items() if count and state != FINISHED]
+        total = max(len(known), self.settings.trials or 0)
+        rest = f"; {', '.join(words)}" if words else ""
+        print(f"\nsweep {self.swept.folder}: {counts[FINISHED]} of {total} trials finished{rest}")
+        print(f"table: {os.path.relpath(summary.write_csv(self.state, self.settings))}", flush=True)
+        if self.signals or counts[STOPPED]:
+            print(f"to go on: the same line with hydra.sweep.dir={self.swept.folder}", file=sys.stderr)
+        if self.signals:
+            return 128 + self.signals[0]
+        if counts[FINISHED] == total:
+            return 0
+        results = counts[FINISHED] + counts[trials.OUT_OF_MEMORY] + counts[trials.NON_FINITE]
+        return EXIT_UNUSABLE if results == total else EXIT_FAILURE
+
+
+_RESUMABLE = (STOPPED, trials.FAILED, trials.OUT_OF_MEMORY)
+"""Where these have a checkpoint, they go on from it; what was not finite would not be so once more: from the start."""

@@ -1,0 +1,208 @@
+"""Sweeps that survive: what has an outcome stays, what was interrupted goes on, what failed is retried on request."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from glmexp.config.errors import ConfigError
+from glmexp.launcher import trials
+from tests.cli import wait_until
+from tests.launcher.sweeps import outcomes, run, starts, state
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def parent(*words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """The same sweep as a process that can be killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.launcher.sweeps", *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_outcomes_are_recorded_shown_and_kept_and_only_what_is_named_is_retried(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = ["optim.lr=1,2,3,4", "method.rank=2", f"hydra.sweep.dir={tmp_path}/s"]
+    assert run(line) == 1, "one has crashed"
+    ends = ["finished", "failed", "out_of_memory", "non_finite"]
+    assert outcomes(tmp_path / "s") == ends
+    out = capfd.readouterr().out
+    assert "1 of 4 trials finished; 1 failed, 1 out of memory, 1 non finite" in out
+    assert "trial 1 (optim.lr=2" in out
+    assert "failed: RuntimeError: broken" in out
+    rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
+    assert [row["trial"] for row in rows] == ["0", "1", "2", "3"]
+    assert "method.rank" not in rows[0], "no trial differs in it"
+    assert float(rows[0]["eval/loss/loss"]) == 2.7
+
+    assert run(line) == 1
+    assert [len(one) for one in starts(tmp_path / "s")] == [1, 1, 1, 1], "nothing is run again by itself"
+    assert "sweep.retry=[failed,non_finite,out_of_memory] runs them once more" in capfd.readouterr().out
+
+    (tmp_path / "repaired").touch()
+    assert run([*line, "sweep.retry=failed"]) == 3, "every trial has a result, not all are usable"
+    assert outcomes(tmp_path / "s") == ["finished", "finished", *ends[2:]]
+    assert run([*line, "sweep.retry=[out_of_memory,non_finite]"]) == 0
+    assert outcomes(tmp_path / "s") == ["finished"] * 4
+
+
+def test_kill_9_of_the_parent_in_trial_3_of_8_then_the_same_line_runs_the_other_5_and_the_broken_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "s"
+    line = ["method.rank=1,2,3,4,5,6,7,8", f"hydra.sweep.dir={root}"]
+    with parent(*line, HANG_AT="3") as process:
+        wait_until(lambda: (root / "2_method.rank-3" / "checkpoints" / "latest").exists(), 60, "trial 3 in step 3")
+        with pytest.raises(ConfigError, match=rf"is in use by process {process.pid} on"):
+            run(line)
+        process.kill()
+        process.communicate()
+        assert outcomes(root) == ["finished", "finished", "running", *["waiting"] * 5]
+        (root / "3_method.rank-4").mkdir()
+        (root / "3_method.rank-4" / "half").touch()  # a trial that was killed before it had a checkpoint
+        assert run(line) == 0
+    assert outcomes(root) == ["finished"] * 8
+    assert [len(one) for one in starts(root)] == [1, 1, 2, 1, 1, 1, 1, 1], "finished ones are kept"
+    assert [one["first"] for one in starts(root)[2]] == [0, 2], "the broken one goes on from its checkpoint"
+    assert not (root / "3_method.rank-4" / "half").exists(), "what has no checkpoint starts in a clean folder"
+    assert "trial 0 (method.rank=1) kept: eval/loss/loss 1.2" in capfd.readouterr().out
+
+
+def test_a_trial_that_finished_as_its_parent_was_killed_is_not_run_again(tmp_path: Path) -> None:
+    line = ["method.rank=1,2", f"hydra.sweep.dir={tmp_path}/s"]
+    assert run(line) == 0
+    known = trials.read(tmp_path / "s")
+    assert known is not None
+    for trial in known.trials:
+        trial.state, trial.metrics = "running", {}
+    known.save()
+    (tmp_path / "s" / "1_method.rank-2" / "status.json").write_text('{"state": "failed", "exit_code": 143}')
+    assert run(line) == 0
+    assert [len(one) for one in starts(tmp_path / "s")] == [1, 1], "the second is new: it started in a clean folder"
+    assert state(tmp_path / "s")["trials"][0]["metrics"]["train/loss"] == pytest.approx(1.295)
+
+
+def test_a_grid_grows_on_its_folder_and_another_one_is_refused(tmp_path: Path) -> None:
+    root = f"hydra.sweep.dir={tmp_path}/s"
+    assert run(["method.rank=2,4", root]) == 0
+    assert run(["method.rank=1,4,2", root]) == 0
+    assert [trial["folder"] for trial in state(tmp_path / "s")["trials"]] == [
+        "0_method.rank-2",
+        "1_method.rank-4",
+        "2_method.rank-1",
+    ]
+    assert [len(one) for one in starts(tmp_path / "s")] == [1, 1, 1]
+    with pytest.raises(ConfigError, match=r"holds another sweep[\s\S]*method.rank=1,4,2"):
+        run(["method.rank=1,2,4", "train.max_steps=7", root])
+    with pytest.raises(ConfigError, match=r"holds a sweep with name=grid, not search"):
+        run(["sweep=search", "method.rank=1,2,4", root])
+
+
+def test_a_folder_with_runs_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s" / "mine").mkdir(parents=True)
+    (tmp_path / "s" / "mine" / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"holds runs and no sweep.json"):
+        run(["method.rank=1,2", f"hydra.sweep.dir={tmp_path}/s"])
+
+
+def test_without_a_name_each_sweep_is_new_and_an_unfinished_one_of_the_same_line_is_only_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line = ["method.rank=1,2", "run.name=x"]
+    assert run(line) == 0
+    assert "unfinished" not in capfd.readouterr().err
+    (first,) = (tmp_path / "outputs" / "x").iterdir()
+    known = trials.read(first)
+    assert known is not None
+    known.trials[1].state = "stopped"
+    known.save()
+    assert run(line) == 0
+    again = capfd.readouterr().err
+    assert f"outputs/x/{first.name} is an unfinished sweep of this line (1 of 2 trials left)" in again
+    assert f"hydra.sweep.dir=outputs/x/{first.name} goes on with it" in again
+    assert len(list((tmp_path / "outputs" / "x").iterdir())) == 2, "also within the same second"
+    assert run([*line, f"hydra.sweep.dir=outputs/x/{first.name}"]) == 0
+    assert outcomes(first) == ["finished", "finished"]
+
+
+def test_trials_that_differ_in_what_a_runs_identity_leaves_out_are_all_run_and_true_twins_once(tmp_path: Path) -> None:
+    assert run(["launcher.timeout_s=60,70", "optim.lr=0.001,1e-3", f"hydra.sweep.dir={tmp_path}/s"]) == 0
+    assert [one["values"]["launcher.timeout_s"] for one in state(tmp_path / "s")["trials"]] == ["60", "70"]
+
+
+def test_two_slots_share_the_cores_and_their_words_do_not_mix(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(os.sched_getaffinity(0)) != 2:
+        pytest.skip("needs 2 cores")
+    monkeypatch.setenv("STEP_S", "0.2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    root = tmp_path / "s"
+    assert run(["optim.lr=1,2", "method.rank=1,2", "launcher.slots=2", f"hydra.sweep.dir={root}"]) == 1
+    assert outcomes(root) == ["finished", "finished", "failed", "failed"], "a failed one does not stop the others"
+    first, second = (one[0] for one in starts(root)[:2])
+    assert sorted([first["cores"], second["cores"]]) == [[0], [1]]
+    assert (first["threads"], second["threads"]) == ("1", "1")
+    assert abs(first["time"] - second["time"]) < 0.6, "at the same time"
+    out = capfd.readouterr().out
+    assert "words of rank" not in out
+    assert (root / "1_optim.lr-1_method.rank-2" / "logs" / "trial.log").read_text() == "words of rank 2\n"
+    lines = [line for line in out.splitlines() if line[2:3] == ":"]
+    assert len(lines) == 8, "one line where a trial starts and one where it ends"
+    assert "on core" in lines[0]
+
+
+def test_slots_divide_the_gpus_that_are_visible_and_what_does_not_divide_is_refused() -> None:
+    from glmexp.launcher import slots
+
+    environ = {"CUDA_VISIBLE_DEVICES": "3,5,6,7"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(slots, "gpu_count", lambda _: 4)
+        assert [one.gpus for one in slots.divide(2, environ)] == [("3", "5"), ("6", "7")]
+        assert [one.gpus for one in slots.divide(4, {})] == [("0",), ("1",), ("2",), ("3",)]
+        assert slots.divide(1, environ) == [slots.Slot(0)], "one slot changes nothing"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_ends_all_trials_and_the_same_line_goes_on(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    line = ["method.rank=1,2", "launcher.slots=2", f"hydra.sweep.dir={root}"]
+    with parent(*line, STEP_S="0.5") as process:
+        wait_until(lambda: len(list(root.glob("*/starts"))) == 2, 60, "both trials run")
+        start = time.monotonic()
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert time.monotonic() - start < 10
+    assert process.returncode == code
+    assert outcomes(root) == ["stopped", "stopped"]
+    assert "0 of 2 trials finished; 2 stopped" in out
+    assert f"hydra.sweep.dir={root}" in err
+    assert run(line) == 0
+    assert outcomes(root) == ["finished", "finished"]
