@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.model.prefix import join_prefix
 
 DEFAULT_KIND = "sdpa"
 """Where model.attention is null and no packed rows decide (``config.model_rules.attention_kind``)."""
@@ -28,6 +30,55 @@ def check_kind(kind: str | None, offered: tuple[str, ...], network: str) -> None
 def attention_function(kind: str | None) -> Callable[..., Any]:
     """The function of a kind: transformers' own or registered one, ``eager_attention`` for eager."""
     return ALL_ATTENTION_FUNCTIONS.get_interface(kind or "eager", eager_attention)
+
+
+class FusedAttention(nn.Module):
+    """Attention with one projection for query, key and value. A subclass has ``query_key_value``, ``dense``,
+    ``scaling`` and says how fused rows are split and rotated."""
+
+    config: Any
+    layer_idx: int
+    scaling: float
+    dropout: float = 0.0
+    query_key_value: nn.Linear
+    dense: nn.Linear
+
+    def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fused rows (batch, length, rows) to query, key, value (batch, heads, length, head_size)."""
+        raise NotImplementedError
+
+    def rotate(self, states: Tensor, rotation: Any) -> Tensor:
+        """Queries or keys with their positions in them."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden: Tensor,
+        prefix_key: Tensor | None,
+        prefix_value: Tensor | None,
+        rotation: Any,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``hidden`` (batch, length, hidden) to the same; the cache gets rotated keys without the prefix."""
+        query, key, value = self.split(self.query_key_value(hidden))
+        query, key = self.rotate(query, rotation), self.rotate(key, rotation)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = attention_function(self.config._attn_implementation)
+        context, _ = attend(
+            self,
+            query,
+            join_prefix(prefix_key, key),
+            join_prefix(prefix_value, value),
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.dropout if self.training else 0.0,
+            prefix_length=0 if prefix_key is None else prefix_key.shape[2],
+            **kwargs,
+        )
+        return self.dense(context.flatten(2))
 
 
 def eager_attention(

@@ -2,17 +2,80 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from glmexp.model.attention import check_kind
 from glmexp.model.head import causal_loss, keep_positions
-from glmexp.model.prefix import PrefixMixin
+from glmexp.model.prefix import PrefixEncoder, PrefixMixin, prefix_states
 from glmexp.model.varlen import VARLEN
+
+Prefix = list[tuple[Tensor, Tensor]] | list[tuple[None, None]]
+"""Keys and values of a P-Tuning prefix by layer; empty without one."""
+Hidden = tuple[Tensor, tuple[Tensor, ...] | None]
+"""Hidden states (batch, length, hidden) after the final norm, and the collected ones."""
+
+
+def through(layers: nn.ModuleList, hidden: Tensor, prefix: Prefix, collect: bool, **kwargs: Any) -> Hidden:
+    """``hidden`` (batch, length, hidden) through all blocks; with ``collect`` the first's input and each's output."""
+    collected = [hidden]
+    for index, layer in enumerate(layers):
+        key, value = prefix[index] if prefix else (None, None)
+        hidden = layer(hidden, key, value, **kwargs)
+        if collect:
+            collected.append(hidden)
+    return hidden, tuple(collected) if collect else None
+
+
+class ChatGLMTransformer(nn.Module):
+    """Everything under ``transformer.``: what is the same in all releases. A subclass says how ids become states, what
+    is visible, where tokens stand, and has the blocks."""
+
+    config: Any
+    prefix_encoder: PrefixEncoder | None
+    embed: Callable[[Tensor], Tensor]
+    visible: Callable[..., Tensor | None]
+    positions: Callable[..., Tensor]
+    rotation: Callable[[Tensor], Any]
+    blocks: Callable[..., Hidden]
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        collect: bool,
+        **kwargs: Any,
+    ) -> Hidden:
+        """Hidden states and, with ``collect``, those on the way."""
+        if inputs_embeds is not None and input_ids is None:
+            hidden = inputs_embeds
+        elif input_ids is not None and inputs_embeds is None:
+            hidden = self.embed(input_ids)
+        else:
+            raise ValueError("give either input_ids or inputs_embeds")
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        visible = attention_mask
+        if kwargs.get("cu_seq_lens_q") is None:
+            extra = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
+            visible = self.visible(input_ids, hidden, attention_mask, past, extra)
+        places = self.positions(input_ids, position_ids, hidden, attention_mask, past)
+        return self.blocks(
+            hidden,
+            prefix_states(self.prefix_encoder, hidden),
+            collect,
+            rotation=self.rotation(places),
+            attention_mask=visible,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
 
 
 class ChatGLMPreTrainedModel(PrefixMixin, PreTrainedModel):

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from glmexp.model.attention import attention_function
-from glmexp.model.base import ChatGLMPreTrainedModel
+from glmexp.model.attention import FusedAttention
+from glmexp.model.base import ChatGLMPreTrainedModel, ChatGLMTransformer, Hidden, Prefix, through
 from glmexp.model.configuration import ChatGLMConfig
 from glmexp.model.positions import check_rows, derive_positions, prefix_lm_mask
-from glmexp.model.prefix import PrefixEncoder, join_prefix, prefix_states
+from glmexp.model.prefix import PrefixEncoder
 from glmexp.model.rope import inverse_frequencies, rotate_halves, rotation_table
 
 # DeepNorm's sqrt(2 * layers); the released code never hands its number of layers down, so it is that of 28 layers.
@@ -24,8 +23,8 @@ ALPHA = math.sqrt(2 * 28)
 Rotation = list[tuple[Tensor, Tensor]]
 
 
-class SelfAttention(nn.Module):
-    """Multi-head attention with a fused projection and one or two rotations."""
+class SelfAttention(FusedAttention):
+    """Multi-head attention with one or two rotations."""
 
     is_causal = False
 
@@ -34,44 +33,20 @@ class SelfAttention(nn.Module):
         self.config, self.layer_idx = config, layer_idx
         self.heads, self.head_size = config.num_attention_heads, config.head_size
         self.num_key_value_groups = 1
+        # The released scores are divided and multiplied by the layer's number too; that cancels and is left out.
+        self.scaling = self.head_size**-0.5
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    @staticmethod
-    def rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    def split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Head by head its q, k, v; (batch, length, rows) to three (batch, heads, length, head_size)."""
+        query, key, value = fused.unflatten(-1, (self.heads, 3, self.head_size)).transpose(1, 2).unbind(3)
+        return query, key, value
+
+    def rotate(self, states: Tensor, rotation: Rotation) -> Tensor:
         """One part of each head per row of positions."""
         parts = states.chunk(len(rotation), dim=-1)
         return torch.cat([rotate_halves(part, *table) for part, table in zip(parts, rotation, strict=True)], dim=-1)
-
-    def forward(
-        self,
-        hidden: Tensor,
-        prefix_key: Tensor | None,
-        prefix_value: Tensor | None,
-        rotation: Rotation,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """``hidden`` (batch, length, hidden) to the same; the cache gets rotated keys without the prefix."""
-        # The released scores are divided and multiplied by the layer's number; that cancels and is left out.
-        fused = self.query_key_value(hidden).unflatten(-1, (self.heads, 3, self.head_size))
-        query, key, value = (part.transpose(1, 2) for part in fused.unbind(3))
-        query, key = self.rotate(query, rotation), self.rotate(key, rotation)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = attention_function(self.config._attn_implementation)
-        context, _ = attend(
-            self,
-            query,
-            join_prefix(prefix_key, key),
-            join_prefix(prefix_value, value),
-            attention_mask,
-            scaling=self.head_size**-0.5,
-            dropout=0.0,
-            **kwargs,
-        )
-        return self.dense(context.flatten(2))
 
 
 class MLP(nn.Module):
@@ -102,20 +77,17 @@ class Block(GradientCheckpointingLayer):
         hidden: Tensor,
         prefix_key: Tensor | None,
         prefix_value: Tensor | None,
-        rotation: Rotation,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """``hidden`` (batch, length, hidden) to the same. The prefix is positional: reentrant checkpointing passes
-        gradients to positional inputs only."""
+        """``hidden`` (batch, length, hidden) to the same; ``kwargs`` are the attention's. The prefix is positional:
+        reentrant checkpointing passes gradients to positional inputs only."""
         normed = self.input_layernorm(hidden)
-        attended = self.attention(normed, prefix_key, prefix_value, rotation, attention_mask, past_key_values, **kwargs)
+        attended = self.attention(normed, prefix_key, prefix_value, **kwargs)
         normed = self.post_attention_layernorm(ALPHA * normed + attended)
         return ALPHA * normed + self.mlp(normed)
 
 
-class Transformer(nn.Module):
+class Transformer(ChatGLMTransformer):
     """Everything under ``transformer.``."""
 
     def __init__(self, config: ChatGLMConfig) -> None:
@@ -133,7 +105,9 @@ class Transformer(nn.Module):
         rows = positions.unbind(1) if self.config.position_encoding_2d else (positions,)
         return [rotation_table(row, frequencies) for row in rows]
 
-    def positions(self, ids: Tensor | None, given: Tensor | None, attention_mask: Tensor | None, past: int) -> Tensor:
+    def positions(
+        self, ids: Tensor | None, given: Tensor | None, hidden: Tensor, attention_mask: Tensor | None, past: int
+    ) -> Tensor:
         """``given`` after a check of its shape, or those that the ids tell."""
         if given is not None:
             if given.ndim != (3 if self.config.position_encoding_2d else 2):
@@ -152,40 +126,21 @@ class Transformer(nn.Module):
             real = ~real.bool()[:, 0, -1]
         return derive_positions(ids, real, self.config)
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        past_key_values: Cache | None,
-        collect: bool,
-        **kwargs: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Hidden states (batch, length, hidden) after the final norm, and the collected ones."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        hidden = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
-        extra = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
-        visible = prefix_lm_mask(input_ids, hidden, attention_mask, past, extra, self.config, self.training)
-        rotation = self.rotation(self.positions(input_ids, position_ids, attention_mask, past))
-        prefix = prefix_states(self.prefix_encoder, hidden)
-        collected = []
-        for index, layer in enumerate(self.layers):
-            collected.append(hidden)
-            key, value = prefix[index] if prefix else (None, None)
-            hidden = layer(
-                hidden,
-                key,
-                value,
-                rotation=rotation,
-                attention_mask=visible,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(batch, length) to (batch, length, hidden)."""
+        return self.word_embeddings(input_ids)
+
+    def visible(
+        self, input_ids: Tensor | None, hidden: Tensor, attention_mask: Tensor | None, past: int, extra: int
+    ) -> Tensor | None:
+        """See ``positions.prefix_lm_mask``."""
+        return prefix_lm_mask(input_ids, hidden, attention_mask, past, extra, self.config, self.training)
+
+    def blocks(self, hidden: Tensor, prefix: Prefix, collect: bool, **kwargs: Any) -> Hidden:
+        """The blocks and the final norm."""
+        hidden, collected = through(self.layers, hidden, prefix, collect, **kwargs)
         hidden = self.final_layernorm(hidden)
-        return hidden, (*collected, hidden) if collect else None
+        return hidden, (*collected[:-1], hidden) if collected else None
 
 
 class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from glmexp.model.attention import attention_function, decoder_mask
-from glmexp.model.base import ChatGLMPreTrainedModel
+from glmexp.model.attention import FusedAttention, decoder_mask
+from glmexp.model.base import ChatGLMPreTrainedModel, ChatGLMTransformer, Hidden, Prefix, through
 from glmexp.model.configuration import ChatGLM2Config
-from glmexp.model.prefix import PrefixEncoder, join_prefix, prefix_states
+from glmexp.model.prefix import PrefixEncoder
 from glmexp.model.rope import ROPE_BASE, inverse_frequencies, rotate_interleaved, rotation_table
 from glmexp.model.varlen import VARLEN
 
@@ -40,8 +39,8 @@ def make_norm(config: ChatGLM2Config) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.layernorm_epsilon)
 
 
-class SelfAttention(nn.Module):
-    """Grouped-query attention with a fused query/key/value projection."""
+class SelfAttention(FusedAttention):
+    """Grouped-query attention."""
 
     is_causal = True
 
@@ -51,7 +50,7 @@ class SelfAttention(nn.Module):
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_size = config.head_size
         self.num_key_value_groups = self.heads // self.groups
-        self.scaling = self.head_size**-0.5
+        self.scaling, self.dropout = self.head_size**-0.5, config.attention_dropout
         rows = (self.heads + 2 * self.groups) * self.head_size
         bias = config.add_bias_linear or config.add_qkv_bias
         self.query_key_value = nn.Linear(config.hidden_size, rows, bias=bias)
@@ -71,34 +70,9 @@ class SelfAttention(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in parts)
         return query, key, value
 
-    def forward(
-        self,
-        hidden: Tensor,
-        prefix_key: Tensor | None,
-        prefix_value: Tensor | None,
-        rotation: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """``hidden`` (batch, length, hidden) to the same; the cache gets rotated keys without the prefix."""
-        query, key, value = self.split(self.query_key_value(hidden))
-        query, key = rotate_interleaved(query, *rotation), rotate_interleaved(key, *rotation)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = attention_function(self.config._attn_implementation)
-        context, _ = attend(
-            self,
-            query,
-            join_prefix(prefix_key, key),
-            join_prefix(prefix_value, value),
-            attention_mask,
-            scaling=self.scaling,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            prefix_length=0 if prefix_key is None else prefix_key.shape[2],
-            **kwargs,
-        )
-        return self.dense(context.flatten(2))
+    def rotate(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """The first half of each head's channels, in pairs of neighbours."""
+        return rotate_interleaved(states, *rotation)
 
 
 class MLP(nn.Module):
@@ -136,23 +110,12 @@ class Block(GradientCheckpointingLayer):
         """Residual sum after dropout, in the dtype of the residual stream."""
         return residual + nn.functional.dropout(states, self.config.hidden_dropout, self.training)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        prefix_key: Tensor | None,
-        prefix_value: Tensor | None,
-        rotation: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """``hidden`` (batch, length, hidden) to the same. The prefix is positional: reentrant checkpointing passes
-        gradients to positional inputs only."""
+    def forward(self, hidden: Tensor, prefix_key: Tensor | None, prefix_value: Tensor | None, **kwargs: Any) -> Tensor:
+        """``hidden`` (batch, length, hidden) to the same; ``kwargs`` are the attention's. The prefix is positional:
+        reentrant checkpointing passes gradients to positional inputs only."""
         after_norm = self.config.apply_residual_connection_post_layernorm
         normed = self.normed(self.input_layernorm, hidden)
-        attended = self.self_attention(
-            normed, prefix_key, prefix_value, rotation, attention_mask, past_key_values, **kwargs
-        )
+        attended = self.self_attention(normed, prefix_key, prefix_value, **kwargs)
         hidden = self.add(normed if after_norm else hidden, attended)
         normed = self.normed(self.post_attention_layernorm, hidden)
         return self.add(normed if after_norm else hidden, self.mlp(normed))
@@ -182,22 +145,15 @@ class Encoder(nn.Module):
         if config.post_layer_norm:
             self.final_layernorm = make_norm(config)
 
-    def forward(
-        self, hidden: Tensor, prefix: list[Any], collect: bool, **kwargs: Any
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def forward(self, hidden: Tensor, prefix: Prefix, collect: bool, **kwargs: Any) -> Hidden:
         """``hidden`` (batch, length, hidden) to the same; with ``collect`` all blocks' inputs and outputs."""
-        collected = [hidden]
-        for index, layer in enumerate(self.layers):
-            key, value = prefix[index] if prefix else (None, None)
-            hidden = layer(hidden, key, value, **kwargs)
-            if collect:
-                collected.append(hidden)
+        hidden, collected = through(self.layers, hidden, prefix, collect, **kwargs)
         if self.config.post_layer_norm:
             hidden = self.final_layernorm(hidden)
-        return hidden, tuple(collected) if collect else None
+        return hidden, collected
 
 
-class Transformer(nn.Module):
+class Transformer(ChatGLMTransformer):
     """Everything under ``transformer.``; the released names put the output layer here too."""
 
     def __init__(self, config: ChatGLM2Config) -> None:
@@ -228,36 +184,28 @@ class Transformer(nn.Module):
         if highest >= limit:
             raise ValueError(f"position {highest} is outside the model's seq_length of {limit}")
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        past_key_values: Cache | None,
-        collect: bool,
-        **kwargs: Any,
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Hidden states (batch, length, hidden) after the final norm, and the collected ones."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
-        hidden = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        length, past = hidden.shape[1], past_key_values.get_seq_length() if past_key_values is not None else 0
-        if position_ids is None:
-            position_ids = torch.arange(past, past + length, device=hidden.device)[None]
-        self.check_positions(position_ids, self.training)
-        prefix_length = self.prefix_encoder.pre_seq_len if self.prefix_encoder is not None else 0
-        if kwargs.get("cu_seq_lens_q") is None:
-            attention_mask = decoder_mask(attention_mask, hidden, past, prefix_length)
-        return self.encoder(
-            hidden,
-            prefix_states(self.prefix_encoder, hidden),
-            collect,
-            rotation=self.rotation(position_ids),
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """(batch, length) to (batch, length, hidden)."""
+        return self.embedding(input_ids)
+
+    def positions(
+        self, ids: Tensor | None, given: Tensor | None, hidden: Tensor, attention_mask: Tensor | None, past: int
+    ) -> Tensor:
+        """``given`` (batch, length), or counted on from the cache; checked."""
+        if given is None:
+            given = torch.arange(past, past + hidden.shape[1], device=hidden.device)[None]
+        self.check_positions(given, self.training)
+        return given
+
+    def visible(
+        self, input_ids: Tensor | None, hidden: Tensor, attention_mask: Tensor | None, past: int, extra: int
+    ) -> Tensor | None:
+        """See ``attention.decoder_mask``."""
+        return decoder_mask(attention_mask, hidden, past, extra)
+
+    def blocks(self, hidden: Tensor, prefix: Prefix, collect: bool, **kwargs: Any) -> Hidden:
+        """The encoder."""
+        return self.encoder(hidden, prefix, collect, **kwargs)
 
 
 class ChatGLM2ForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
