@@ -27,7 +27,7 @@ from glmexp.model.auto import register_networks
 from glmexp.model.build import load_network
 from tests.config.helpers import config, refusal
 from tests.data.test_packing import GRADIENT, LOSS, examples, network
-from tests.model.samples import small_network
+from tests.model.samples import GMASK, small_network
 
 CAUSAL = ("chatglm2", "chatglm3", "qwen2")
 TINY = {"chatglm2": "tiny_chatglm2", "chatglm3": "tiny", "qwen2": "tiny_qwen2"}
@@ -296,3 +296,21 @@ def test_on_a_gpu_a_prefix_is_seen_by_every_segment() -> None:
         ]
     for one, plain in zip(errors["varlen"], errors["sdpa"], strict=True):
         assert one <= 1.2 * plain, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", ["chatglm", *CAUSAL])
+def test_on_a_gpu_a_packed_micro_batch_waits_for_nothing(family: str) -> None:
+    """No size or value is asked of the device between the copy of a batch and the end of its backward pass."""
+    kind = "sdpa" if family == "chatglm" else "varlen"
+    rows = examples(family, [(3, 2), (6, 1), (9, 5)])
+    batch = collate_packed([rows], pad_id=3, budget=64)
+    batch = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in batch.items()}
+    model = network(family, kind).to("cuda", torch.bfloat16).train()
+    for mode in ("default", "error"):  # the first pass loads kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            forward_loss(model, model_inputs(batch, family, GMASK, kind), batch).backward()  # type: ignore[arg-type]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
