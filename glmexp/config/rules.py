@@ -217,6 +217,15 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def _compiled_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if config.train.compile and config.zero.stage == 3 and not config.zero.leaf_modules:
+        yield Problem(
+            "train.compile",
+            "true, but zero=stage3 gathers weights in hooks on every module, which cut each block's graph into pieces",
+            "train.compile=null, or zero.leaf_modules=[the class of a block], which are gathered whole",
+        )
+
+
 def _betas(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     optim = config.optim
     if len(optim.betas) != 2:
@@ -321,6 +330,7 @@ RULES: tuple[Rule, ...] = (
     ds_rules.zero,
     ds_rules.zero_plus_plus,
     _method,
+    _compiled_blocks,
     _betas,
     _warmup,
     _length,

@@ -326,6 +326,8 @@ class TrainSection:
     """Order of rows, initial values of what is added, dropout."""
     gradient_checkpointing: bool
     """Compute activations again in the backward pass in place of storing them."""
+    compile: bool | None
+    """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU below stage 3."""
     log_steps: Count
     """Optimizer steps between two lines of metrics."""
     save_steps: Count | None

@@ -19,7 +19,7 @@ from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
 from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
-from glmexp.engine import build, checkpoint, distributed
+from glmexp.engine import build, checkpoint, compiled, distributed
 from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
@@ -63,6 +63,10 @@ def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str]
     model = method.apply(network, FAMILIES[config.model.family])
     if config.train.gradient_checkpointing:
         _recompute_activations(model)
+    parameters = build.count(build.trainable(model) + build.frozen(model))
+    compiling = compiled.wanted(config.train.compile, config.data.packing, config.zero.stage, parameters)
+    if compiling:
+        compiled.compile_blocks(_network(model))
     engine = build.initialize(model, config, ds_config, total)
     start = proof.before(engine)
     done = _resume(here, engine)
@@ -71,7 +75,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str]
         write_json(here.folder / "data.json", data.record())
         here.start_tracker()
         here.screen.lines([*data.report, *batches.report()])
-        here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
+        here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done, compiling))
 
     here.screen.lines([gate.check(engine, config, plan, batches, template, _inputs(config, template))])
     evaluation = Evaluation(
@@ -109,8 +113,12 @@ def _plan(config: RunConfig, batches: Batches) -> StepPlan:
 
 def _recompute_activations(model: Any) -> None:
     """Gradient checkpointing that also works where no input of a layer needs a gradient (a frozen embedding)."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
-    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _network(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _network(model: Any) -> Any:
+    """The transformers model inside of PEFT's, where there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _resume(here: Session, engine: Any) -> int:
@@ -172,7 +180,7 @@ def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str
     return lambda batch: model_inputs(batch, config.model.family, gmask_id, kind)
 
 
-def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:
+def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int, compiling: bool) -> dict[str, str]:
     """What will run, for the terminal."""
     config, ranks = here.config, distributed.world_size()
     trained, rest = build.trainable(engine.module), build.frozen(engine.module)
@@ -183,7 +191,8 @@ def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) ->
         "model": f"{config.model.name} ({config.model.family}), {build.count(trained + rest):,} parameters",
         "attention": " ".join([kind, f"with a dense mask: {reason}" if reason else ""]).strip(),
         "method": f"{config.method.name}, {build.count(trained):,} of them trained",
-        "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}",
+        "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}"
+        + (", compiled blocks" if compiling else ""),
         "ranks": f"{ranks} on {distributed.device().type}",
         "batch": f"{train.batch_size} rows = {train.micro_batch_size} x {train.grad_accum} x {ranks} "
         "(micro batch x accumulation x ranks)",

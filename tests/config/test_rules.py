@@ -30,6 +30,7 @@ from tests.config.helpers import config, refusal
         (["model=tiny_qwen2", "method=ptuning", "train.gradient_checkpointing=true"], 0, "train.gradient_checkpointing",
          "transformers drops the cache"),
         (["model=tiny_qwen2", "method=ptuning", "gather=full16"], 0, "gather.name", "a prefix cannot be merged"),
+        (["train.compile=true", "zero=stage3"], 0, "train.compile", "cut each block's graph"),
         (["optim.betas=[0.9]"], 0, "optim.betas", "is not two numbers"),
         (["optim.warmup_steps=2", "optim.warmup_ratio=0.1"], 0, "optim.warmup_steps", "both say how long"),
         (["optim.warmup_steps=9", "train.max_steps=3"], 0, "optim.warmup_steps", "in a run of train.max_steps=3"),

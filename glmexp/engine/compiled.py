@@ -1,0 +1,43 @@
+"""torch.compile on each block of the network: one small graph for all of them, not one large one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+WORTHWHILE_PARAMETERS = 1_000_000_000
+"""Below this a step is too short to win back the half minute that compiling takes."""
+
+
+def wanted(setting: bool | None, packed: bool, stage: int, parameters: int) -> bool:
+    """Whether blocks are compiled: as set, else on a GPU for packed rows (few shapes) of a large network.
+
+    Not by itself under ZeRO stage 3, whose hooks on every module break the graph into pieces.
+    """
+    if setting is not None:
+        return setting
+    return torch.cuda.is_available() and packed and stage < 3 and parameters >= WORTHWHILE_PARAMETERS
+
+
+def compile_blocks(network: nn.Module, backend: str = "inductor") -> int:
+    """Compile the training forward of each block of ``network`` (a transformers model). Returns how many.
+
+    Evaluation and generation go the plain way: their lengths differ from call to call, and each would be compiled.
+    Blocks share their code, and their weights are arguments of the graph: it is compiled once.
+    """
+    kinds = set(network._no_split_modules or ())
+    blocks = [module for module in network.modules() if type(module).__name__ in kinds]
+    assert blocks, f"{type(network).__name__} names no blocks (_no_split_modules)"
+    for block in blocks:
+        block.forward = _in_training(block, block.forward, torch.compile(block.forward, backend=backend))
+    return len(blocks)
+
+
+def _in_training(block: nn.Module, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if block.training else plain)(*args, **kwargs)
+
+    return forward
