@@ -22,7 +22,7 @@ def wanted(setting: bool | None, packed: bool, stage: int, parameters: int) -> b
     return torch.cuda.is_available() and packed and stage < 3 and parameters >= WORTHWHILE_PARAMETERS
 
 
-def compile_blocks(network: nn.Module, backend: str = "inductor") -> int:
+def compile_blocks(network: Any, backend: str = "inductor") -> int:
     """Compile the training forward of each block of ``network`` (a transformers model). Returns how many.
 
     Evaluation and generation go the plain way: their lengths differ from call to call, and each would be compiled.

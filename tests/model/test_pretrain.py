@@ -14,8 +14,8 @@ from glmexp.model.pretrain import HOME, IGNORE, RECORD, RowMaker, Schedule, fact
 from glmexp.model.tiny.corpus import Knowledge, chats, load_knowledge, tokenizer_text, training_chats
 from glmexp.model.tiny.recipes import CHATGLM_VOCABULARY, RECIPES, VOCABULARY
 
-# Share of the facts that each shipped model must know. ChatGLM's learns more slowly and was not trained longer.
-SHIPPED = {"tiny": 0.98, "tiny_chatglm": 0.5, "tiny_chatglm2": 0.95, "tiny_qwen2": 0.98}
+# Share of the facts that each shipped model must know.
+SHIPPED = {"tiny": 0.98, "tiny_chatglm": 0.98, "tiny_chatglm2": 0.95, "tiny_qwen2": 0.98}
 QUICK = Schedule(passes=2, warmup_steps=5, max_steps=20, threads=1)
 CHAT = (("“苹果”用英语怎么说？", "apple"),)
 

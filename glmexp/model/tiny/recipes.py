@@ -200,7 +200,7 @@ def qwen2_network() -> PreTrainedModel:
 
 RECIPES = {
     "tiny": Recipe(chatglm3_tokenizer, partial(chatglm2_network, "chatglm3")),
-    "tiny_chatglm": Recipe(chatglm_tokenizer, chatglm_network),
+    "tiny_chatglm": Recipe(chatglm_tokenizer, chatglm_network, batch_tokens=1024),
     "tiny_chatglm2": Recipe(chatglm2_tokenizer, partial(chatglm2_network, "chatglm2")),
     "tiny_qwen2": Recipe(qwen2_tokenizer, qwen2_network),
 }
