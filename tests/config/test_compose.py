@@ -8,6 +8,7 @@ import pytest
 
 from glmexp.config import registry
 from glmexp.config.load import dump, flatten, load, read, write
+from glmexp.config.sweep import Choice, Interval
 from tests.config.helpers import asked, config, refusal, rows_file
 
 
@@ -193,6 +194,43 @@ def test_the_whole_grid_is_checked_before_the_first_trial_and_each_mistake_told_
         "every trial would",
     ):
         assert text.count(part) == 1
+
+
+def test_a_search_takes_its_space_from_hydras_words() -> None:
+    words = [
+        *("optim.lr=tag(log,interval(1e-5,1e-3))", "method.rank=choice(4,8)", "method.alpha=int(interval(8,32))"),
+        *("data.max_length=range(64,257,64)", "method=lora,lora", "optim.weight_decay=interval(0,1)"),
+    ]
+    sweep = asked("-m", "sweep=search", "sweep.trials=3", *words).sweep
+    assert sweep is not None
+    assert sweep.settings.trials == 3
+    assert sweep.space == {
+        "optim.lr": Interval(1e-5, 1e-3, whole=False, log=True),
+        "method.rank": Choice(("4", "8")),
+        "method.alpha": Interval(8, 32, whole=True),
+        "data.max_length": Interval(64, 256, whole=True, step=64),
+        "method": Choice(("lora", "lora")),
+        "optim.weight_decay": Interval(0, 1, whole=False),
+    }
+
+
+def test_both_ends_of_a_search_are_checked_before_it_starts() -> None:
+    assert "method.rank: 0 is not" in refusal("-m", "sweep=search", "method.rank=int(interval(0,8))")
+    assert "optim.lr: -1.0 is not" in refusal("-m", "sweep=search", "optim.lr=interval(-1,1)", "method.rank=2,4,8")
+
+
+def test_what_chose_a_trial_is_no_part_of_it(tmp_path: Path) -> None:
+    words = ["method.rank=2", f"hydra.sweep.dir={tmp_path}/s"]
+    own = ["sweep.metric=train/loss", "sweep.direction=maximize", "sweep.retry=failed", "launcher.slots=2"]
+    plain, chosen = asked("-m", *words), asked("-m", *words, *own)
+    assert plain.trials == chosen.trials
+    assert chosen.sweep is not None
+    assert (chosen.sweep.settings.retry, chosen.sweep.slots) == (["failed"], 2)
+
+
+def test_a_slots_ranks_are_its_share_of_the_gpus() -> None:
+    (trial,) = asked("-m", "method.rank=2", "launcher.slots=2", gpus=4).trials
+    assert (trial.launcher.nproc, trial.train.batch_size) == (2, 16)
 
 
 def test_composing_leaves_hydra_and_the_folder_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

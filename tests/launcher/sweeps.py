@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +26,7 @@ from glmexp.launcher.start import RunRank
 from glmexp.launcher.sweep import sweep
 
 STEPS = 4
+REPOSITORY = Path(__file__).parents[2]
 
 
 class NonFiniteError(RuntimeError):
@@ -79,6 +83,23 @@ def run(words: list[str], gpus: int = 0) -> int:
 def _start(config: RunConfig, run_rank: RunRank) -> int:
     """Without a rendezvous, for which torch is loaded."""
     return run_rank(folder.make(config), True)
+
+
+@contextmanager
+def parent(*words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
+    """The same sweep as a process that can be killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.launcher.sweeps", *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def state(root: Path) -> dict[str, Any]:

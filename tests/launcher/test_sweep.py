@@ -5,11 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,9 +13,7 @@ import pytest
 from glmexp.config.errors import ConfigError
 from glmexp.launcher import trials
 from tests.cli import wait_until
-from tests.launcher.sweeps import outcomes, run, starts, state
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.launcher.sweeps import outcomes, parent, run, starts, state
 
 
 @pytest.fixture(autouse=True)
@@ -27,23 +21,6 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-
-
-@contextmanager
-def parent(*words: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """The same sweep as a process that can be killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.launcher.sweeps", *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_outcomes_are_recorded_shown_and_kept_and_only_what_is_named_is_retried(
