@@ -163,6 +163,31 @@ def zero(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
 
 
+def zero_pairs(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Keys that DeepSpeed (0.19.8) reads in this stage and that another key makes idle."""
+    zero, offload = config.zero, config.offload
+    early = zero.stage in (1, 2)
+    if early and zero.contiguous_gradients is False and offload.optimizer is not None:
+        yield _idle("contiguous_gradients", "with an offloaded optimizer gradients always go into one buffer")
+    if early and zero.use_multi_rank_bucket_allreduce is not None and zero.reduce_scatter is False:
+        yield _idle("use_multi_rank_bucket_allreduce", "it joins messages of zero.reduce_scatter, which is false")
+    if zero.stage != 3:
+        return
+    if zero.reduce_scatter is False and zero.contiguous_gradients is False:
+        yield _idle("reduce_scatter", "in stage 3 false needs one buffer, and zero.contiguous_gradients is false")
+    if zero.stage3_model_persistence_threshold is not None and zero.stage3_param_persistence_threshold == 0:
+        yield _idle("stage3_model_persistence_threshold", "with zero.stage3_param_persistence_threshold=0 none stays")
+    if zero.stage3_use_all_reduce_for_fetch_params:
+        if zero.stage3_allgather_sequential:
+            yield _idle("stage3_use_all_reduce_for_fetch_params", "zero.stage3_allgather_sequential comes before it")
+        if zero.zero_quantized_weights:
+            yield _idle("stage3_use_all_reduce_for_fetch_params", "zero.zero_quantized_weights comes before it")
+
+
+def _idle(key: str, reason: str) -> Problem:
+    return Problem(f"zero.{key}", f"without effect: {reason}", "leave out one of the two")
+
+
 def zero_plus_plus(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """ZeRO++: groups of ranks must be equal, and its kernels are CUDA's."""
     size = config.zero.zero_hpz_partition_size

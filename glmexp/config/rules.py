@@ -328,6 +328,7 @@ RULES: tuple[Rule, ...] = (
     ds_rules.offload,
     ds_rules.nvme,
     ds_rules.zero,
+    ds_rules.zero_pairs,
     ds_rules.zero_plus_plus,
     _method,
     _compiled_blocks,
