@@ -56,10 +56,17 @@ def of_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, i
 
 
 def _of_partition(parameter: Any) -> int:
+    # offload.params=nvme: the partition is in a file, and what stands in its place is no part of it.
+    on_disk = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
+    if on_disk:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
     part = parameter.ds_tensor
     start = part.numel() * (dist.get_rank() if dist.is_initialized() else 0)
     length = max(0, min(part.numel(), parameter.ds_numel - start))
-    return of_tensor(part.reshape(-1)[:length], offset=start) if length else 0
+    total = of_tensor(part.reshape(-1)[:length], offset=start) if length else 0
+    if on_disk:
+        parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
+    return total
 
 
 def _wrapped(value: int) -> int:

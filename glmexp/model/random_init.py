@@ -105,11 +105,17 @@ def _parts(parameter: Any) -> Iterator[tuple[torch.Tensor, int]]:
     if not hasattr(parameter, "ds_tensor"):
         yield parameter.view(-1), 0
         return
+    # offload.params=nvme: the partition is in a file, and what stands in its place is no part of it.
+    on_disk = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
+    if on_disk:
+        parameter.nvme_swapper.swap_in([parameter], async_op=False)
     part = parameter.ds_tensor.view(-1)
     start = part.numel() * (dist.get_rank() if dist.is_initialized() else 0)
     length = max(0, min(part.numel(), parameter.ds_numel - start))
     part[length:] = 0  # padding behind the last element
     yield part[:length], start
+    if on_disk:
+        parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
 def _key(seed: int, name: str) -> int:
