@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from glmexp.config import redact
 from glmexp.config.errors import EXIT_USER_MISTAKE
 from glmexp.config.load import read
 from glmexp.launcher import failures, folder
@@ -46,7 +47,7 @@ def _logs_to_file(run_folder: Path, rank: int) -> None:
     """What libraries log or warn goes to ``logs/rank<N>.log``: the terminal is for the run itself."""
     (run_folder / "logs").mkdir(exist_ok=True)
     handler = logging.FileHandler(run_folder / "logs" / f"rank{rank}.log", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(redact.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     # DeepSpeed calls functions that torch 2.13 deprecates, once a step: they would drown the log.

@@ -19,6 +19,11 @@ from glmexp.config.load import flatten, shown
 
 CONFIG = "config.yaml"
 CARD = "glmexp.json"
+CHECKPOINTS = "checkpoints"
+WHOLE = ("full16", "exported")
+"""Kinds of artifacts that hold a whole model."""
+MOVABLE = "model.path"
+"""May be named anew beside ``artifact.path``: whether it is the same base its weights tell."""
 IDENTITY = {"model": "name", "method": "name", "precision": "dtype", "data": "name", "zero": "stage"}
 """Section to the key that tells its options apart."""
 RESUMED = (
@@ -79,8 +84,29 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
             if (folder / CARD).is_file():
                 card = _mapping(folder / CARD)
                 sections = {name: card[name] for name in ("model", "method") if isinstance(card.get(name), dict)}
+                if "model" in sections and card.get("gather") in WHOLE:  # its base may be gone: it needs none
+                    sections["model"] = {**sections["model"], **own_weights(folder)}
                 return Saved(folder / CARD, sections, "the artifact", "or name another artifact")
+        run = run_of(start)
+        if run is not None:
+            saved = _mapping(run / CONFIG)
+            sections = {name: saved[name] for name in ("model", "method", "precision") if name in saved}
+            return Saved(run / CONFIG, sections, "the run of this checkpoint", "or name another checkpoint")
     return None
+
+
+def run_of(path: Path) -> Path | None:
+    """The run folder of a checkpoint or of a run with checkpoints; None where the path is neither."""
+    for run in (path, path.parent, path.parent.parent):
+        if (run / CONFIG).is_file() and (run / CHECKPOINTS).is_dir():
+            inside = path == run or path.is_relative_to(run / CHECKPOINTS)
+            return run if inside else None
+    return None
+
+
+def own_weights(folder: Path) -> dict[str, Any]:
+    """Keys of the model section for a folder that holds a whole model with its tokenizer."""
+    return {"path": str(folder), "init": "pretrained", "add_tokens": []}
 
 
 def _text(values: Mapping[str, Any], section: str, name: str) -> str | None:
@@ -155,7 +181,8 @@ def _contradictions(
     for key, value in own.items():
         section, _, leaf = key.partition(".")
         fixed = key in FIXED_KEYS or (section in FIXED and not (section == "data" and leaf in LOADING_KEYS))
-        if fixed and key in saved_leaves and _plain(value) != _plain(saved_leaves[key]):
+        moved = key == MOVABLE and saved.words != "the resumed run"
+        if fixed and not moved and key in saved_leaves and _plain(value) != _plain(saved_leaves[key]):
             origin = tree.origins[key].words if key in tree.origins else "the command line"
             yield Problem(
                 key,

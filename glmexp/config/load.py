@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from glmexp.config import registry
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.redact import redacted, restored
 from glmexp.config.schema import Bound, RunConfig
 
 MISSING = "???"
@@ -64,16 +65,16 @@ def dump(config: RunConfig) -> dict[str, Any]:
 
 
 def write(config: RunConfig, path: Path) -> None:
-    """Write ``config.yaml``: to a temporary name first, so that no reader sees half a file."""
+    """Write ``config.yaml`` without secrets: to a temporary name first, so that no reader sees half a file."""
     import yaml
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    temporary.write_text(yaml.safe_dump(redacted(dump(config)), sort_keys=False, allow_unicode=True), encoding="utf-8")
     temporary.replace(path)
 
 
 def read(path: Path) -> RunConfig:
-    """Read what ``write`` wrote. Raises ConfigError that names the file."""
+    """Read what ``write`` wrote, in a process of that run with its secrets. Raises ConfigError that names the file."""
     import yaml
 
     try:
@@ -86,7 +87,7 @@ def read(path: Path) -> RunConfig:
         ) from error
     if not isinstance(tree, dict):
         raise ConfigError(Problem(str(path), "holds no configuration", "name the folder of a run"))
-    config, problems = examine(tree, Source(dict.fromkeys(flatten(tree), str(path))))
+    config, problems = examine(restored(tree), Source(dict.fromkeys(flatten(tree), str(path))))
     if problems:
         raise ConfigError(*problems)
     return config

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config import data_rules, ds_rules, model_rules, sweep
+from glmexp.config import data_rules, ds_rules, export_rules, model_rules, sweep
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.load import UnusableValueError
@@ -312,8 +312,6 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     elif entry != "doctor" and config.doctor.explain is not None:
         yield Problem("doctor.explain", f"without effect under entry={entry}", "entry=doctor")
-    if entry == "export" and artifact is None:
-        yield Problem("artifact.path", "is null, and entry=export needs an artifact", "artifact.path=FOLDER")
     if entry == "evaluate" and not config.eval.hooks:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
     if resume is not None and entry != "train":
@@ -343,4 +341,5 @@ RULES: tuple[Rule, ...] = (
     _model,
     _run,
     _entry,
+    export_rules.check,
 )

@@ -56,7 +56,8 @@ class ArtifactSection:
     """A trained artifact to start from."""
 
     path: str | None
-    """Artifact folder, or its run folder, for entry=evaluate and entry=export: model and method come from it."""
+    """Artifact folder or its run folder, for entry=evaluate and entry=export: model and method come from it. Export
+    also takes a checkpoint: of a run, of DeepSpeed, of transformers.Trainer."""
 
 
 @dataclass
@@ -107,6 +108,8 @@ class ModelSection:
     applies, else sdpa."""
     trust_remote_code: bool
     """Run the Python files of a folder whose network is not known here. Known ones load without them."""
+    add_tokens: list[str]
+    """Words that become one token each. Their rows start as the mean of the pieces that spelled them before."""
 
 
 @dataclass
@@ -378,7 +381,7 @@ class EntrySection:
     """What the run does."""
 
     name: Literal["train", "evaluate", "export", "inspect", "doctor"]
-    """train; evaluate: hooks on an artifact or base; export: assemble shards; inspect: show data; doctor: explain."""
+    """train; evaluate: hooks on an artifact or base; export: a whole model; inspect: show data; doctor: explain."""
 
 
 @dataclass
@@ -389,6 +392,22 @@ class InspectSection:
     """Examples that are shown token by token."""
     html: str | None
     """Write the same as a page to this file. Null: the terminal only."""
+
+
+@dataclass
+class ExportSection:
+    """What entry=export writes."""
+
+    form: Literal["whole", "trained"]
+    """whole: the base with what was trained merged into it; trained: only what was trained, as gather=trainable."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None
+    """Number format of the weights. Null: that of the run (of another's checkpoint: precision.dtype)."""
+    layout: Literal["released", "transformers"]
+    """Names of parameters: the release's own, or those of transformers' GlmForCausalLM (ChatGLM2 and 3)."""
+    max_shard_bytes: Annotated[int, Bound(low=1, unit="bytes")]
+    """Largest file of weights; a tensor that is larger has a file of its own."""
+    verify: bool
+    """Let a fresh process hold logits and greedy answers of the export against those of the artifact."""
 
 
 @dataclass
@@ -434,6 +453,7 @@ class RunConfig:
     train: TrainSection
     entry: EntrySection
     inspect: InspectSection
+    export: ExportSection
     doctor: DoctorSection
     gather: GatherSection
     eval: EvalSection

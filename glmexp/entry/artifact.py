@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,23 @@ from torch import nn
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
+from glmexp.config.inherit import CARD, WHOLE, own_weights
 from glmexp.config.registry import option
-from glmexp.config.schema import ModelSection, RunConfig, Sizes
+from glmexp.config.schema import Family, ModelSection, RunConfig, Sizes
 from glmexp.engine import distributed, fingerprint, gather, sharded
 from glmexp.engine.build import DTYPES, frozen, trainable
 from glmexp.method import weight_files
 from glmexp.method.base import Method
 from glmexp.model.build import load_network
+from glmexp.model.renderer import renderer
 
 FOLDER = "artifact"
-CARD = "glmexp.json"
+_CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": "What is 12 + 30?\n一共多少？"},
+    {"role": "assistant", "content": "42.\tThat is 四十二。"},
+    {"role": "user", "content": 'Thanks :) <b>x</b>  "y"'},
+    {"role": "assistant", "content": "不客气！"},
+]
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class Card:
     """Fingerprint of each tensor that was trained (full16: of each that was written)."""
     base: str
     """Digest over the fingerprints of the frozen parameters: another base has another."""
+    template: str | None = None
+    """Digest over a conversation in the chat template: another template or vocabulary has another."""
 
     def write(self, folder: Path) -> None:
         """Write the card into the artifact folder."""
@@ -46,7 +56,12 @@ class Card:
 
     def model_section(self) -> ModelSection:
         """The base model."""
-        return ModelSection(**{**self.model, "sizes": Sizes(**self.model["sizes"])})
+        return ModelSection(**{"add_tokens": [], "pad_token": None, **self.model, "sizes": Sizes(**self.model["sizes"])})
+
+    @property
+    def whole(self) -> bool:
+        """The folder holds a whole model and needs no base."""
+        return self.gather in WHOLE
 
     def method_settings(self) -> Method:
         """The method with its settings."""
@@ -58,12 +73,61 @@ def find(path: Path) -> Path:
     for folder in (path, path / FOLDER):
         if (folder / CARD).exists():
             return folder
-    raise ArtifactError(Problem("artifact.path", f"{path} holds no {CARD}", "name a run folder or its artifact folder"))
+    raise no_pickle(path, f"holds no {CARD}")
+
+
+def is_one(path: Path) -> bool:
+    """Whether ``find`` finds an artifact there."""
+    return any((folder / CARD).exists() for folder in (path, path / FOLDER))
+
+
+def no_pickle(path: Path, lack: str) -> ArtifactError:
+    """What to say of a folder that ``lack``s something; where its weights are pickles, that they were not loaded."""
+    pickles = [file.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt") for file in sorted(path.glob(kind))]
+    if not pickles:
+        return ArtifactError(Problem("artifact.path", f"{path} {lack}", "name a run folder or its artifact folder"))
+    return ArtifactError(
+        Problem(
+            "artifact.path",
+            f"{path} {lack}, and {pickles[0]} is a pickle, which could run code: it was not loaded",
+            "safetensors is wanted: let the program that wrote it save as safetensors; or name an artifact folder",
+        )
+    )
 
 
 def read_card(folder: Path) -> Card:
-    """The card of an artifact folder."""
-    return Card(**json.loads((folder / CARD).read_text(encoding="utf-8")))
+    """The card of an artifact folder. Raises ArtifactError where it is none."""
+    try:
+        return Card(**json.loads((folder / CARD).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(Problem(str(folder / CARD), f"is no card: {error}", "restore the file")) from error
+
+
+def section(card: Card, folder: Path, base: str | None = None) -> ModelSection:
+    """The model section to load an artifact with. ``base``: where the base lies now, if not where it was."""
+    found = card.model_section()
+    if card.whole:
+        return replace(found, **own_weights(folder))
+    return found if base is None else replace(found, path=base)
+
+
+def template_digest(family: Family, tokenizer: Any) -> str:
+    """Digest over what the template makes of a conversation: text of several kinds, two turns, labels."""
+    ids, learned = renderer(family, tokenizer).train(_CONVERSATION)
+    return hashlib.sha256(json.dumps([ids, learned]).encode()).hexdigest()[:32]
+
+
+def check_template(card: Card, family: Family, tokenizer: Any, where: str) -> None:
+    """Raise ArtifactError where the artifact was trained with another template or vocabulary."""
+    found = template_digest(family, tokenizer)
+    if card.template is not None and found != card.template:
+        raise ArtifactError(
+            Problem(
+                "artifact.path",
+                f"was trained with another chat template or vocabulary than {where} brings",
+                "use the tokenizer files that lie in the artifact's folder, or the base as it was",
+            )
+        )
 
 
 def base_digest(model: nn.Module) -> str:
@@ -103,6 +167,7 @@ def write(engine: Any, config: RunConfig, method: Method, tokenizer: Any, run_fo
         method=asdict(method),  # type: ignore[call-overload]  # every method is a dataclass
         tensors=prints,
         base=base_digest(model),
+        template=template_digest(config.model.family, tokenizer),
     )
     if distributed.rank() == 0:
         tokenizer.save_pretrained(folder)
@@ -117,50 +182,78 @@ def _half(config: RunConfig) -> str:
 
 
 def _write_full16(folder: Path, config: RunConfig, method: Method, model: nn.Module) -> dict[str, int]:
-    """The whole model, adapters merged, as rank 0 puts it together one tensor at a time."""
+    """The whole model, adapters merged: rank 0 writes each tensor as it is gathered, and holds no other."""
     dtype = DTYPES[_half(config)]
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parts, merge in method.merged(model):
-        values = [value for _, value in gather.whole(parts)]
-        if distributed.rank() == 0:
-            tensors[name] = merge(*values).to(dtype)
+    units = list(method.merged(model))
+    prints: dict[str, int] = {}
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parts, merge in units:
+            values = [value for _, value in gather.whole(parts)]
+            if distributed.rank() == 0:
+                tensor = merge(*values).to(dtype)
+                prints[name] = fingerprint.of_tensor(tensor)
+                yield name, tensor
+
     if distributed.rank() == 0:
-        weight_files.write(folder, model, tensors)
-    return {name: fingerprint.of_tensor(tensor) for name, tensor in tensors.items()}
+        plan = [(name, tuple(getattr(parts[0][1], "ds_shape", parts[0][1].shape))) for name, parts, _ in units]
+        weight_files.stream(folder, plan, gathered(), dtype)
+        weight_files.write_config(folder, model.config, prints, dtype)
+    else:
+        for _ in gathered():
+            pass
+    return prints
 
 
-def load(folder: Path, dtype: torch.dtype) -> tuple[nn.Module, Card]:
+def load(folder: Path, dtype: torch.dtype, base: str | None = None) -> tuple[nn.Module, Card]:
     """The trained model from an artifact folder, in ``dtype``, on the CPU, in eval mode.
 
-    Raises ArtifactError where a file, the base or a tensor is not what the card says.
+    ``base``: where its base lies now, if not where it was. Raises ArtifactError where a file, the base or a tensor is
+    not what the card says.
     """
     card = read_card(folder)
-    if card.gather == "full16":
-        whole = replace(card.model_section(), path=str(folder), init="pretrained")
-        return load_network(whole, dtype).eval(), card
-    base = load_network(card.model_section(), dtype)
-    method, family = card.method_settings(), FAMILIES[card.model_section().family]
+    where = section(card, folder, base)
+    if card.whole:
+        return load_layout(folder, where, dtype).eval(), card
+    network = load_network(where, dtype)
+    method, family = card.method_settings(), FAMILIES[where.family]
     if card.gather == "sharded":
-        model = method.apply(base, family)
-        tensors = sharded.assemble(folder, card.stage, [name for name, _ in trainable(model)])
+        model = method.apply(network, family)
+        tensors = sharded.lazy(folder, [name for name, _ in trainable(model)])
         with torch.no_grad():
             for name, parameter in trainable(model):
-                parameter.copy_(tensors[name])
+                parameter.copy_(tensors[name][1]())
     else:
-        model = method.load(folder, base, family)
+        model = method.load(folder, network, family)
     return model.eval(), card
+
+
+def load_layout(folder: Path, where: ModelSection, dtype: torch.dtype) -> nn.Module:
+    """A whole model from its folder, in whichever of the two layouts it lies."""
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if content.get("model_type") != "glm":
+        return load_network(where, dtype)
+    from transformers import GlmForCausalLM
+
+    from glmexp.model.attention import DEFAULT_KIND
+
+    return GlmForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=where.attention or DEFAULT_KIND)
 
 
 def check(model: nn.Module, card: Card) -> list[str]:
     """What in a loaded model is not as the card says, in words. Call with the card's dtype."""
-    found = fingerprint.of_parameters(model.named_parameters())
+    return faults(fingerprint.of_parameters(model.named_parameters()), card)
+
+
+def faults(found: dict[str, int], card: Card) -> list[str]:
+    """The same for the fingerprints of a model's parameters."""
     wrong = [name for name, value in card.tensors.items() if found.get(name) != value]
-    faults = []
+    said = []
     if wrong:
-        faults.append(
+        said.append(
             f"{len(wrong)} of {len(card.tensors)} trained tensors are not as they were trained: {', '.join(wrong[:3])}"
         )
     rest = {name: value for name, value in found.items() if name not in card.tensors}
-    if card.gather != "full16" and digest(rest) != card.base:
-        faults.append(f"the base is another one: {card.model['path']} does not hold the weights that were trained on")
-    return faults
+    if not card.whole and digest(rest) != card.base:
+        said.append(f"the base is another one: {card.model['path']} does not hold the weights that were trained on")
+    return said

@@ -25,7 +25,10 @@ def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of an evaluation; every rank holds the whole model. Returns the exit code."""
     section, dtype, folder = _subject(config)
     announce_code(section)
-    template = renderer(section.family, load_tokenizer(section))
+    tokenizer = load_tokenizer(section)
+    if folder is not None:
+        artifact.check_template(artifact.read_card(folder), section.family, tokenizer, str(section.path))
+    template = renderer(section.family, tokenizer)
     # Rows that no hook reads are not prepared.
     data = (
         prepare(config.data, config.train.seed, template, train=False)
@@ -75,13 +78,13 @@ def _subject(config: RunConfig) -> tuple[ModelSection, str, Path | None]:
         return config.model, config.precision.dtype, None
     folder = artifact.find(Path(config.artifact.path))
     card = artifact.read_card(folder)
-    return card.model_section(), card.dtype, folder
+    return artifact.section(card, folder, config.model.path), card.dtype, folder
 
 
 def _load(section: ModelSection, dtype: str, folder: Path | None) -> nn.Module:
     if folder is None:
         return load_network(section, DTYPES[dtype]).eval()
-    model, card = artifact.load(folder, DTYPES[dtype])
+    model, card = artifact.load(folder, DTYPES[dtype], section.path)
     faults = artifact.check(model, card)
     if faults:
         raise ArtifactError(

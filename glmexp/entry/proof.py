@@ -94,15 +94,9 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def run_fresh(run_folder: Path, faults: list[str]) -> dict[str, Any]:
     """Let a fresh process judge the artifact; write and return ``proof.json``. Raises ProofError with all faults."""
-    world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in world and not name.startswith(("TORCHELASTIC_", "WANDB_"))
-    }
     done = subprocess.run(
         [sys.executable, "-m", "glmexp.entry.proof", str(run_folder)],
-        env=environment,
+        env=fresh_environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -117,6 +111,16 @@ def run_fresh(run_folder: Path, faults: list[str]) -> dict[str, Any]:
     if result["faults"]:
         raise ProofError("the proof of the artifact failed:\n  - " + "\n  - ".join(result["faults"]))
     return result
+
+
+def fresh_environment() -> dict[str, str]:
+    """This process's variables without a rank's and the tracker's."""
+    world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in world and not name.startswith(("TORCHELASTIC_", "WANDB_"))
+    }
 
 
 def judge(run_folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glmexp.config.load import dump
+from glmexp.config.redact import redacted
 from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.engine.build import quiet_deepspeed
@@ -41,7 +42,7 @@ class Session:
         """Open the tracker's run."""
         config = self.config
         group = getattr(config.tracker, "group", None)
-        info = RunInfo(name=config.run.name, folder=self.folder, config=dump(config), group=group)
+        info = RunInfo(name=config.run.name, folder=self.folder, config=redacted(dump(config)), group=group)
         self.screen.lines(self.tracker.start(info))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:

@@ -10,6 +10,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from glmexp.config import redact
 from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE, UserError
 from glmexp.launcher.folder import FAILURES, write_json, write_status
 
@@ -26,11 +27,11 @@ class Failure:
 
 
 def of_exception(rank: int, error: BaseException) -> Failure:
-    """UserErrors keep their report and no traceback; everything else keeps both."""
+    """UserErrors keep their report and no traceback; everything else keeps both. Secrets are left out."""
     if isinstance(error, UserError):
-        return Failure(rank, EXIT_USER_MISTAKE, error.report(), "", time.time())
-    trace = "".join(traceback.format_exception(error))
-    return Failure(rank, EXIT_FAILURE, f"{type(error).__name__}: {error}", trace, time.time())
+        return Failure(rank, EXIT_USER_MISTAKE, redact.text(error.report()), "", time.time())
+    trace = redact.text("".join(traceback.format_exception(error)))
+    return Failure(rank, EXIT_FAILURE, redact.text(f"{type(error).__name__}: {error}"), trace, time.time())
 
 
 def of_signal(rank: int, number: int) -> Failure:

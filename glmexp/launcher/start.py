@@ -7,12 +7,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from glmexp.config import redact
 from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE
+from glmexp.config.load import dump
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import failures, folder, needs
 from glmexp.launcher.ranks import Outside, outside_ranks
 
 RUN_FOLDER_KEY = "glmexp/run_folder"
+
+ALONE = ("inspect", "export")
+"""Entries that one process does: nothing is trained."""
 
 RunRank = Callable[[Path, bool], int]
 """(run folder, whether the rank shows its own failures) -> exit code: this process as a rank. See ``worker``."""
@@ -21,10 +26,11 @@ RunRank = Callable[[Path, bool], int]
 def start(config: RunConfig, run_rank: RunRank) -> int:
     """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
     config = needs.prepare(config)
+    redact.hand_on(dump(config))
     run_folder = folder.make(config)
     if config.launcher.name == "env":
         return _lead(config, run_folder, run_rank)
-    if config.launcher.name == "inprocess" or config.entry.name == "inspect":  # no network, no other ranks
+    if config.launcher.name == "inprocess" or config.entry.name in ALONE:
         return _in_process(config, run_folder, run_rank)
     return _local(config, run_folder)
 

@@ -88,8 +88,8 @@ class Lora(Named):
                 module: Any = layer
                 scale = module.scaling["default"]
                 factors = [
-                    (f"{prefix}.lora_A", module.lora_A["default"].weight),
-                    (f"{prefix}.lora_B", module.lora_B["default"].weight),
+                    (f"{prefix}.lora_A.default.weight", module.lora_A["default"].weight),
+                    (f"{prefix}.lora_B.default.weight", module.lora_B["default"].weight),
                 ]
                 yield (
                     plain,

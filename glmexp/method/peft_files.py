@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_NO_EMBEDDINGS: dict[str, Any] = {"save_embedding_layers": False}
+"""PEFT would add embeddings that are not trained where the vocabulary is not the one it finds by the model's name."""
 
 
 def wrap(model: Any, config: PeftConfig) -> nn.Module:
@@ -56,7 +58,7 @@ def write(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> dict[st
         state = {"prompt_embeddings": table}
         held = {"prompt_encoder.default.embedding.weight": table}
     else:
-        state = get_peft_model_state_dict(model, state_dict=dict(tensors))
+        state = get_peft_model_state_dict(model, state_dict=dict(tensors), **_NO_EMBEDDINGS)
     save_file({name: t.contiguous() for name, t in state.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     model.active_peft_config.save_pretrained(folder)
     return held
@@ -76,6 +78,16 @@ def _prompt_table(model: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     encoder.load_state_dict(own, assign=True)
     with torch.no_grad():
         return encoder(torch.arange(config.num_virtual_tokens)).clone()
+
+
+def names_in_file(model: Any) -> dict[str, str]:
+    """Key of an adapter file to the name of the live parameter that it holds."""
+    from peft import get_peft_model_state_dict
+
+    parameters = dict(model.named_parameters())
+    live = {id(parameter): name for name, parameter in parameters.items()}
+    state = get_peft_model_state_dict(model, state_dict=parameters, **_NO_EMBEDDINGS)
+    return {name: live[id(one)] for name, one in state.items()}
 
 
 def load(folder: Path, model: Any) -> nn.Module:
@@ -107,4 +119,4 @@ def load(folder: Path, model: Any) -> nn.Module:
 def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     from peft import get_peft_model_state_dict
 
-    return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model).items()}
+    return {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(model, **_NO_EMBEDDINGS).items()}

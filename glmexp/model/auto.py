@@ -102,7 +102,7 @@ def known_tokenizer(place: str) -> Any | None:
         return None
     own = _tokenizer_json(place)
     kind, name = config_json(place).get("model_type"), str(own.get("tokenizer_class")).removesuffix("Fast")
-    if kind == "chatglm":
+    if kind in ("chatglm", "glm"):  # glm: exported in the layout of transformers
         known = {one.__name__: one for one in (*TOKENIZERS.values(), ChatGLMTokenizer)}
         return known[name].from_pretrained(place) if name in known else None
     if kind == "qwen2" and name == "Qwen2Tokenizer" and "auto_map" not in own:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
+from glmexp.model import vocabulary
 from glmexp.model.auto import config_json, known_tokenizer, register_networks
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from glmexp.model.vocabulary import Pieces
 
 _BUILTIN = "builtin:"
 NATIVE = ("chatglm", "qwen2")
@@ -51,9 +54,10 @@ def _shipped(name: str) -> str:
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
-    """The checkpoint's tokenizer with model.pad_token. No code of the checkpoint is run unless
+    """The checkpoint's tokenizer with model.add_tokens and model.pad_token. No code of the checkpoint is run unless
     model.trust_remote_code says so."""
     tokenizer = _load_tokenizer(model)
+    vocabulary.add_tokens(tokenizer, model.add_tokens)
     if model.pad_token is not None:
         token = tokenizer.eos_token if model.pad_token == "eos" else model.pad_token
         if token not in tokenizer.get_vocab():
@@ -64,6 +68,13 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
             )
         tokenizer.pad_token = token
     return tokenizer
+
+
+def new_pieces(model: ModelSection) -> Pieces:
+    """What ``model.add_tokens`` adds to the network; nothing where all weights are random anyway."""
+    if model.init == "random" or not model.add_tokens:
+        return {}
+    return vocabulary.add_tokens(_load_tokenizer(model), model.add_tokens)
 
 
 def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
@@ -82,7 +93,7 @@ def _load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
     """The network in ``dtype``: the checkpoint's, on the CPU or partitioned while loading; or a random one, on the GPU
     where there is one. No code of the checkpoint is run unless model.trust_remote_code says so."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from glmexp.model.attention import DEFAULT_KIND
 
@@ -92,20 +103,59 @@ def load_network(model: ModelSection, dtype: torch.dtype) -> PreTrainedModel:
 
         return random_network(model, load_tokenizer(model), dtype)
     try:
-        trusted = bool(foreign_code(model))
-        config = AutoConfig.from_pretrained(location(model), trust_remote_code=trusted)
-        if not trusted:
-            _check_family(model, config)
-        _check_window(model, config)
-        return AutoModelForCausalLM.from_pretrained(
+        network = AutoModelForCausalLM.from_pretrained(
             location(model),
-            config=config,
+            config=_pretrained_config(model),
             dtype=dtype,
             attn_implementation=model.attention or DEFAULT_KIND,
-            trust_remote_code=trusted,
+            trust_remote_code=bool(foreign_code(model)),
         )
     except OSError as error:
         raise _unreachable(model, error) from error
+    pieces = new_pieces(model)
+    if pieces:
+        vocabulary.extend(network, pieces)
+    return network
+
+
+def empty_network(model: ModelSection, dtype: torch.dtype, place: str = "meta") -> PreTrainedModel:
+    """The same network without its weights: on the meta device names, shapes and ties alone, without a byte; on the
+    CPU memory for them, with whatever stood there before."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    from glmexp.model.attention import DEFAULT_KIND
+    from glmexp.model.random_init import network_config
+
+    register_networks()
+    config = network_config(model, load_tokenizer(model)) if model.init == "random" else _pretrained_config(model)
+    with torch.device(place), no_init_weights():
+        network = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=model.attention or DEFAULT_KIND,
+            trust_remote_code=bool(foreign_code(model)),
+        )
+    network.tie_weights()
+    pieces = new_pieces(model)
+    if pieces:
+        vocabulary.extend(network, pieces)
+    return network.eval()
+
+
+def _pretrained_config(model: ModelSection) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    trusted = bool(foreign_code(model))
+    try:
+        config = AutoConfig.from_pretrained(location(model), trust_remote_code=trusted)
+    except OSError as error:
+        raise _unreachable(model, error) from error
+    if not trusted:
+        _check_family(model, config)
+    _check_window(model, config)
+    return config
 
 
 def foreign_code(model: ModelSection) -> list[str]:

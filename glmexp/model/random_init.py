@@ -93,11 +93,23 @@ def fill(network: nn.Module, seed: int) -> None:
     """Give every parameter its values: matrices random by ``seed`` and name, norms 1, biases 0. Partitions get their
     own part."""
     for name, parameter in network.named_parameters():
-        for part, start in _parts(parameter):
-            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
-                part.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                _fill_normal(part, start, _key(seed, name))
+        _fill_one(name, parameter, seed)
+
+
+@torch.no_grad()
+def tensor_of(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """One parameter's values alone, on the CPU."""
+    tensor = torch.empty(shape, dtype=dtype)
+    _fill_one(name, tensor, seed)
+    return tensor
+
+
+def _fill_one(name: str, parameter: Any, seed: int) -> None:
+    for part, start in _parts(parameter):
+        if len(getattr(parameter, "ds_shape", parameter.shape)) < 2:
+            part.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            _fill_normal(part, start, _key(seed, name))
 
 
 def _parts(parameter: Any) -> Iterator[tuple[torch.Tensor, int]]:

@@ -63,6 +63,8 @@ class ChatGLMRenderer:
         """One token as it stands in the vocabulary, for inspection."""
         if self.release != "chatglm":
             special = self.tokenizer.command_names.get(index)
+            if special is None and index >= self.tokenizer.sp_model.get_piece_size():  # of model.add_tokens
+                return str(self.tokenizer.added_tokens_decoder[index])
             return special or self.tokenizer.sp_model.id_to_piece(index)
         return str(self.tokenizer.convert_ids_to_tokens(index))
 

@@ -55,19 +55,12 @@ def test_export_assembles_what_trainable_would_have_written(tmp_path: Path) -> N
     """A sharded artifact of two ranks at stage 3, assembled by one process."""
     both = ["trainable", "sharded"]
     run_on_ranks(all_stages, ["model=tiny", "method=lora"], both, str(tmp_path), folder=tmp_path)
-    config = configure(
-        "entry=export", f"artifact.path={tmp_path}/stage3-sharded", f"run.dir={tmp_path}/exported", ranks=1
-    )
     out = tmp_path / "exported"
     out.mkdir()
-    run_on_ranks(_export, config, str(out), folder=tmp_path, ranks=1)
+    export.run(configure("entry=export", "export.form=trained", f"artifact.path={tmp_path}/stage3-sharded"), out)
     assembled = load_file(out / "artifact" / "adapter_model.safetensors")
     direct = load_file(tmp_path / "stage3-trainable" / "artifact" / "adapter_model.safetensors")
     assert assembled.keys() == direct.keys()
     # Two trainings of one seed in one process: equal to the last bit.
     assert all(torch.equal(assembled[name], direct[name]) for name in direct)
     assert artifact.read_card(out / "artifact").gather == "trainable"
-
-
-def _export(config: object, folder: str) -> int:
-    return export.assemble(config, Path(folder))  # type: ignore[arg-type]
