@@ -56,7 +56,9 @@ class Card:
 
     def model_section(self) -> ModelSection:
         """The base model."""
-        return ModelSection(**{"add_tokens": [], "pad_token": None, **self.model, "sizes": Sizes(**self.model["sizes"])})
+        return ModelSection(
+            **{"add_tokens": [], "pad_token": None, **self.model, "sizes": Sizes(**self.model["sizes"])}
+        )
 
     @property
     def whole(self) -> bool:

@@ -1,0 +1,23 @@
+"""Ranges of numbers, as annotations of the fields in ``schema``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Range of a number: ``low`` and ``high`` inclusive unless ``above``/``below`` says exclusive; its unit."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    unit: str = ""
+
+
+Count = Annotated[int, Bound(low=1)]
+Elements = Annotated[int, Bound(low=1, unit="elements")]
+ElementsOrNone = Annotated[int, Bound(low=0, unit="elements")]
+Rate = Annotated[float, Bound(low=0)]

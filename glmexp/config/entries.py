@@ -1,0 +1,42 @@
+"""What single entries can be told: part of ``schema``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from glmexp.config.bounds import Bound
+
+
+@dataclass
+class InspectSection:
+    """What entry=inspect shows."""
+
+    rows: Annotated[int, Bound(low=0)]
+    """Examples that are shown token by token."""
+    html: str | None
+    """Write the same as a page to this file. Null: the terminal only."""
+
+
+@dataclass
+class ExportSection:
+    """What entry=export writes."""
+
+    form: Literal["whole", "trained"]
+    """whole: the base with what was trained merged into it; trained: only what was trained, as gather=trainable."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None
+    """Number format of the weights. Null: that of the run (of another's checkpoint: precision.dtype)."""
+    layout: Literal["released", "transformers"]
+    """Names of parameters: the release's own, or those of transformers' GlmForCausalLM (ChatGLM2 and 3)."""
+    max_shard_bytes: Annotated[int, Bound(low=1, unit="bytes")]
+    """Largest file of weights; a tensor that is larger has a file of its own."""
+    verify: bool
+    """Let a fresh process hold logits and greedy answers of the export against those of the artifact."""
+
+
+@dataclass
+class DoctorSection:
+    """What entry=doctor tells."""
+
+    explain: str | None
+    """Dotted key of an option, such as zero.reduce_bucket_size: its meaning, unit, values, and who set it."""
