@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -13,47 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from glmexp.data.collate import collate
 from glmexp.data.packing import collate_packed, model_inputs, packs, visible
 from glmexp.data.store import Example
 from glmexp.engine.loss import loss_sum
-from glmexp.model.auto import register_networks
-from tests.model.samples import EOP, GMASK, SOP, small_network
+from tests.model.samples import FAMILIES, GMASK, examples, network
 
-FAMILIES = ("chatglm", "chatglm2", "chatglm3", "qwen2")
 # design: fp32 on the CPU, losses 1e-5, gradients ||a - b|| / ||b|| 1e-5.
 LOSS, GRADIENT = 1e-5, 1e-5
-
-
-def network(family: str, attention: str, **changes: Any) -> Any:
-    if family != "qwen2":
-        return small_network(family, attention, **changes)
-    register_networks()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, attn_implementation=attention,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config).eval()
-
-
-def examples(family: str, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Example]:
-    """Examples of (context, answer) tokens as the family's rows are laid out."""
-    chance = random.Random(seed)
-    rows = []
-    for context, answer in sizes:
-        question = [chance.randrange(5, 50) for _ in range(context)]
-        reply = [chance.randrange(5, 50) for _ in range(answer)]
-        if family == "chatglm":
-            ids, given_, learned = [*question, GMASK, SOP, *reply, EOP], context + 2, context + 1
-        else:
-            ids, given_, learned = [*question, *reply, 2], context, context
-        labels = [-100] * learned + ids[learned:]
-        text = json.dumps({"messages": [], "label": "1"}).encode()
-        rows.append(Example(np.array(ids, np.int32), np.array(labels, np.int32), given_, 1, text))
-    return rows
 
 
 def loss_and_gradient(model: Any, inputs: dict[str, torch.Tensor], labels: torch.Tensor) -> tuple[float, torch.Tensor]:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from glmexp.data.collate import collate
+from glmexp.data.packing import collate_packed, model_inputs
 from glmexp.data.store import Example
 from glmexp.engine import loss as loss_module
 from glmexp.engine.loss import cross_entropy_sum, forward_loss, loss_sum
-from tests.data.test_packing import FAMILIES, examples, network
+from tests.model.samples import FAMILIES, GMASK, examples, network
 from tests.ranks import run_on_ranks
 
 SETTINGS = {
@@ -105,12 +106,13 @@ def test_labels_of_a_whole_batch_and_places_of_it_are_the_same_loss() -> None:
 
 def partitioned(families: tuple[str, ...]) -> list[list[tuple[float, float]]]:
     """By family three steps under ZeRO-3: this rank's loss as the loop takes it, and by all logits of the same
-    weights."""
+    weights; the last step with packed rows and gradient checkpointing."""
     import deepspeed
 
     found = []
     for family in families:
-        model = network(family, "sdpa").train()
+        kind = "sdpa" if family == "chatglm" else "varlen"
+        model = network(family, kind).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         engine, *_ = deepspeed.initialize(model=model, config=SETTINGS, optimizer=optimizer)
         batch, pairs = batch_of(family), []
@@ -121,6 +123,12 @@ def partitioned(families: tuple[str, ...]) -> list[list[tuple[float, float]]]:
             engine.backward(summed / len(batch["targets"]))
             engine.step()
             pairs.append((float(summed.detach()), float(wanted)))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        wanted, packed = plain(engine, batch).detach(), collate_packed([rows(family)[:2]], 3, 64)
+        summed = forward_loss(engine, model_inputs(packed, family, GMASK, kind), packed)  # type: ignore[arg-type]
+        engine.backward(summed / len(packed["targets"]))
+        engine.step()
+        pairs.append((float(summed.detach()), float(wanted)))
         engine.destroy()
         found.append(pairs)
     return found

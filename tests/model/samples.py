@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from glmexp.data.store import Example
 from glmexp.model import ChatGLM2Config, ChatGLMConfig
+from glmexp.model.auto import register_networks
 
 RELEASES = ("chatglm", "chatglm2", "chatglm3")
+FAMILIES = (*RELEASES, "qwen2")
 # Special ids of the small v1 vocabulary: [MASK], [gMASK], [sMASK], <unused_0>, sop, eop.
 MASK, GMASK, SOP, EOP = 56, 57, 60, 61
 
@@ -39,6 +45,36 @@ def small_network(release: str, attention: str = "sdpa", seed: int = 0, **change
     torch.manual_seed(seed)
     config = small_config(release, initializer_range=0.2, **changes)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+
+
+def network(family: str, attention: str, **changes: Any) -> Any:
+    """A small random network of any family, as ``small_network`` makes ChatGLM's."""
+    if family != "qwen2":
+        return small_network(family, attention, **changes)
+    register_networks()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, attn_implementation=attention,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).eval()
+
+
+def examples(family: str, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Example]:
+    """Examples of (context, answer) tokens as the family's rows are laid out."""
+    chance = random.Random(seed)
+    rows = []
+    for context, answer in sizes:
+        question = [chance.randrange(5, 50) for _ in range(context)]
+        reply = [chance.randrange(5, 50) for _ in range(answer)]
+        if family == "chatglm":
+            ids, given_, learned = [*question, GMASK, SOP, *reply, EOP], context + 2, context + 1
+        else:
+            ids, given_, learned = [*question, *reply, 2], context, context
+        labels = [-100] * learned + ids[learned:]
+        text = json.dumps({"messages": [], "label": "1"}).encode()
+        rows.append(Example(np.array(ids, np.int32), np.array(labels, np.int32), given_, 1, text))
+    return rows
 
 
 def small_batch(release: str, length: int = 12) -> dict[str, Tensor]:
