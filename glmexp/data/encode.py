@@ -61,6 +61,7 @@ class Part:
     """Rows that the chat template has no place for, with their places."""
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 COLUMNS = ("length", "prompt_length", "supervised", "text_length", "line", "row")
 
 
@@ -98,10 +99,9 @@ def encode_rows(rows: Iterable[Row], encoding: Encoding, renderer: Renderer) -> 
 
 
 def _packed(example: Encoded) -> tuple[np.ndarray, int]:
-    ids = np.array(example.ids, dtype=np.int32)
-    learned = np.array(example.supervised, dtype=bool)
-    # The first token of a row has nothing before it to be predicted from.
-    return np.where(learned, ~ids, ids).astype(np.int32), int(learned[1:].sum())
+    learned = np.array(example.supervised, dtype=np.int32)
+    # x ^ -1 is the complement of x. The first token of a row has nothing before it to be predicted from.
+    return np.array(example.ids, dtype=np.int32) ^ -learned, sum(example.supervised) - example.supervised[0]
 
 
 def _text(row: Row, messages: list[Message]) -> bytes:
@@ -110,7 +110,7 @@ def _text(row: Row, messages: list[Message]) -> bytes:
         content["id"] = row.id
     if row.answers:
         content["answers"] = row.answers
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return _JSON.encode(content).encode()
 
 
 def _examples(messages: list[Message], encoding: Encoding, renderer: Renderer) -> Iterator[list[Message]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from glmexp.config.errors import DataError, Problem
@@ -47,12 +48,18 @@ class Form:
     format: Format
     columns: Columns
 
-    def names(self) -> list[str]:
+    @cached_property
+    def names(self) -> dict[str, None]:
         """The columns, in the order of the schema."""
-        return [name for name in vars(self.columns).values() if name is not None]
+        return {name: None for name in vars(self.columns).values() if name is not None}
+
+    @cached_property
+    def words(self) -> str:
+        """As messages show it."""
+        return f"{self.format} ({', '.join(self.names)})" if self.names else self.format
 
     def __str__(self) -> str:
-        return f"{self.format} ({', '.join(self.names())})" if self.names() else self.format
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,19 @@ class Forms:
     """The form of all rows, where the user chose one; else each row is looked at."""
     seen: tuple[Form, ...] = ()
     """Forms among the first rows, for rows that lack a column."""
+    _known: dict[tuple[str, ...], Form | None] = field(default_factory=dict, compare=False, repr=False)
+    """Names of a row whose values are all text, to its form: nothing else decides it, and most rows are alike."""
 
     def of(self, value: dict[str, Any]) -> Form | None:
         """The form of a row, or None where it cannot be told or lacks what makes its form."""
+        if not all(one is None or type(one) is str for one in value.values()):
+            return self._look(value)
+        names = tuple(value)
+        if names not in self._known:
+            self._known[names] = self._look(value)
+        return self._known[names]
+
+    def _look(self, value: dict[str, Any]) -> Form | None:
         if self.fixed is not None:
             needed = NEEDED.get(self.fixed.format, ())[:1]
             there = all(getattr(self.fixed.columns, key) in value for key in needed)

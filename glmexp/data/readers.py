@@ -133,7 +133,7 @@ def _rows(file: DataFile, record: Record, forms: Forms, outcome: Outcome, on_err
         reason = f"a row must be a JSON object, found {json_type(record.value)}"
         reject(file, outcome, Fault(record.line, reason), label, on_error)
         return
-    outcome.names |= dict.fromkeys(record.value)
+    outcome.names.update(dict.fromkeys(record.value))
     form = forms.of(record.value)
     if form is None:
         reject(file, outcome, Fault(record.line, _other_form(record.value, forms), _SPLIT), label, on_error)
@@ -141,7 +141,7 @@ def _rows(file: DataFile, record: Record, forms: Forms, outcome: Outcome, on_err
     if form.format in QUESTION_TEXTS:
         yield from _questions(file, record, form, outcome, on_error)
         return
-    outcome.taken |= dict.fromkeys(form.names())
+    outcome.taken.update(form.names)
     try:
         messages, repairs = _conversation(record.value, form)
     except TurnError as error:

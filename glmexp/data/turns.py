@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
+from glmexp.data.files import json_type
 from glmexp.data.template import Message
 
 SPEAKERS = {
@@ -41,8 +42,6 @@ class TurnError(Exception):
 
 def text_of(value: Any, what: str) -> str:
     """``value`` if it is text, "" for null. Raises TurnError for anything else and for half a character."""
-    from glmexp.data.files import json_type
-
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -59,8 +58,6 @@ def text_of(value: Any, what: str) -> str:
 
 def read_turns(turns: Any, column: str, speaker: str, text: str) -> list[Message]:
     """Turns ``{speaker: ..., text: ...}`` with the roles of this project. Raises TurnError."""
-    from glmexp.data.files import json_type
-
     turns = unpacked(turns)
     if not isinstance(turns, list):
         raise TurnError(f"{column!r} must be a list of turns, found {json_type(turns)}")

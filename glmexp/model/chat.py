@@ -144,7 +144,7 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
         # What tokenizer.encode does where no added token can be in the text, without its bookkeeping (4 times as fast).
         first = tokenizer.num_image_tokens
         return [first + index for index in tokenizer.sp_model.encode(tokenizer.preprocess(text))]
-    if tokenizer.added_tokens_encoder or getattr(tokenizer, "encode_special_tokens", False):
+    if tokenizer.reads_marks:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.sp_model.encode(text)
 
@@ -209,6 +209,6 @@ def _render_chatglm3(tokenizer: Any, messages: Sequence[Message], supervise: Sup
     for place, message in enumerate(messages):
         part = _message_ids(tokenizer, message)
         learned = message["role"] == "assistant" and (supervise == "all" or place == len(messages) - 1)
-        ids = [*ids, *part]
+        ids += part
         answers += [learned] * len(part)
     return ChatIds([*ids, tokenizer.eos_token_id], [False, *answers])

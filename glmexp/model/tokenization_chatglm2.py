@@ -87,8 +87,15 @@ class ChatGLM2Tokenizer(PreTrainedTokenizer):
 
     def get_command(self, token: str) -> int:
         """Id of a special token (``<bos>``, ``<eos>``, ``<pad>``, ``[gMASK]``, ``sop``, ...)."""
-        named = {"<bos>": self.sp_model.bos_id(), "<eos>": self.eos_token_id, "<pad>": self.pad_token_id}
-        return named[token] if token in named else self.command_ids[token]
+        index = self.command_ids.get(token)
+        if index is not None:
+            return index
+        return {"<bos>": self.sp_model.bos_id(), "<eos>": self.eos_token_id, "<pad>": self.pad_token_id}[token]
+
+    @property
+    def reads_marks(self) -> bool:
+        """A text may hold tokens that stand for themselves: those that a user has added."""
+        return bool(self._added_tokens_encoder)
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return self.sp_model.encode(text, out_type=str)
@@ -154,6 +161,11 @@ class ChatGLM3Tokenizer(ChatGLM2Tokenizer):
     def __init__(self, vocab_file: str, encode_special_tokens: bool = False, **kwargs: Any) -> None:
         self.encode_special_tokens = encode_special_tokens
         super().__init__(vocab_file, encode_special_tokens=encode_special_tokens, **kwargs)
+
+    @property
+    def reads_marks(self) -> bool:
+        """Also with ``encode_special_tokens``."""
+        return super().reads_marks or self.encode_special_tokens
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         if not self.encode_special_tokens:
