@@ -1,6 +1,7 @@
 """Preparing training data: this project beside datasets.map, with the same tokenizer, template and rows, caches cold.
 
     python experiments/bench/prepare_data.py --tokenizer FOLDER [--rows 500000] [--processes 2] [--repeats 1]
+        [--ways glmexp map] [--record FILE] [--profile FILE]
 
 FOLDER holds ChatGLM3-6B's tokenizer.model. Each way runs in a process of its own, one after the other, in turns:
 
@@ -8,6 +9,9 @@ FOLDER holds ChatGLM3-6B's tokenizer.model. Each way runs in a process of its ow
 - map: datasets.load_dataset("json") and .map(batched=True, num_proc=...) with the tokenizer's own methods, as the
   release uses them (build_single_message); the result is Arrow on disk
 - map, fast encode: the same with this project's renderer inside, which leaves transformers' bookkeeping out
+
+Each way's line is printed, and added to --record, as soon as it has ended. --profile: where the time of glmexp goes in
+one process (cProfile), in place of the comparison.
 
 Printed: seconds from the file to prepared data, rows/s, and the peak over time of the memory of all processes together
 (proportional set size, so that shared pages count once) and of resident sizes added up. Expected: glmexp at least 1.5
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import shutil
@@ -147,7 +152,9 @@ def measured(way: str, file: Path, arguments: argparse.Namespace) -> dict[str, A
     """Run one way in a fresh process with empty caches, watching the memory of all its processes."""
     work = tempfile.mkdtemp(prefix="prepare-bench-", dir=file.parent)
     command = [sys.executable, __file__, "--tokenizer", arguments.tokenizer, "--processes", str(arguments.processes)]
-    child = subprocess.Popen([*command, "--way", way, "--file", str(file), "--work", work], stdout=subprocess.PIPE)
+    output = Path(work) / "output.txt"  # no pipe, which could fill up while only the memory is watched
+    with output.open("w") as stream:
+        child = subprocess.Popen([*command, "--way", way, "--file", str(file), "--work", work], stdout=stream)
     peak_pss = peak_rss = 0
     root = psutil.Process(child.pid)
     while child.poll() is None:
@@ -160,13 +167,22 @@ def measured(way: str, file: Path, arguments: argparse.Namespace) -> dict[str, A
             pss += memory.pss
             rss += memory.rss
         peak_pss, peak_rss = max(peak_pss, pss), max(peak_rss, rss)
-        time.sleep(0.5)
-    assert child.stdout is not None
-    assert child.returncode == 0, f"{way} failed"
-    result = json.loads(child.stdout.read().splitlines()[-1])
+        time.sleep(0.25)
+    lines = output.read_text().splitlines()
     shutil.rmtree(work)
-    rate = arguments.rows / result["seconds"]
-    return {"way": way, **result, "rows_per_s": rate, "peak_pss_bytes": peak_pss, "peak_rss_sum_bytes": peak_rss}
+    if child.returncode != 0 or not lines:
+        return {"way": way, "failed_with_exit_code": child.returncode}
+    result = json.loads(lines[-1])
+    return {
+        "way": way,
+        "rows": arguments.rows,
+        "processes": arguments.processes,
+        **result,
+        "rows_per_s": arguments.rows / result["seconds"],
+        "peak_pss_bytes": peak_pss,
+        "peak_rss_sum_bytes": peak_rss,
+        "load_average": os.getloadavg()[0],
+    }
 
 
 def _children(root: psutil.Process) -> list[psutil.Process]:
@@ -176,12 +192,34 @@ def _children(root: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def profiled(file: Path, arguments: argparse.Namespace) -> None:
+    """Prepare in this process alone under cProfile; the 25 functions that take most time themselves."""
+    import cProfile
+    import pstats
+
+    import glmexp.data.prepare  # noqa: F401 - what is imported is not what is measured
+    from glmexp.data import workers
+
+    tokenizer_of(arguments.tokenizer)
+    workers.LARGE_BYTES = sys.maxsize
+    watch = cProfile.Profile()
+    watch.enable()
+    with_glmexp(str(file), arguments.tokenizer, str(file.parent), 1)
+    watch.disable()
+    with Path(arguments.profile).open("w") as stream:
+        pstats.Stats(watch, stream=stream).sort_stats("tottime").print_stats(25)
+    print(Path(arguments.profile).read_text())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--rows", type=int, default=500_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--record", help="a JSON lines file that each result is added to")
+    parser.add_argument("--profile", metavar="FILE", help="profile glmexp instead")
     parser.add_argument("--way", help="(internal) run one way in this process")
     parser.add_argument("--file", help="(internal)")
     parser.add_argument("--work", help="(internal)")
@@ -195,9 +233,24 @@ def main() -> None:
         file = Path(folder) / "rows.jsonl"
         make_rows(file, arguments.rows)
         print(f"{arguments.rows} rows, {file.stat().st_size / 1e6:.0f} MB, {arguments.processes} processes", flush=True)
+        if arguments.profile:
+            profiled(file, arguments)
+            return
+        found: dict[str, list[float]] = {}
         for _ in range(arguments.repeats):
-            for way in WAYS:
-                print(json.dumps(measured(way, file, arguments)), flush=True)
+            for way in arguments.ways:
+                result = measured(way, file, arguments)
+                line = json.dumps(result)
+                print(line, flush=True)
+                if arguments.record:
+                    with Path(arguments.record).open("a") as stream:
+                        stream.write(line + "\n")
+                if "seconds" in result:
+                    found.setdefault(way, []).append(result["seconds"])
+        for way, seconds in found.items():
+            if way != "glmexp" and "glmexp" in found:
+                ratio = min(seconds) / min(found["glmexp"])
+                print(f"glmexp is {ratio:.2f} times as fast as {way} (best of {len(seconds)} each)", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from glmexp.entry import proof
+from tests.cli import glmexp
 from tests.engine.cells import learns_at_all_stages
+from tests.engine.whole_runs import whole_runs
 from tests.ranks import run_on_ranks
 
 SHARED = os.environ.get("GLMEXP_SHARED", "")
@@ -34,3 +38,57 @@ def test_alpaca_rows_are_learned(model: str, method: str, tmp_path: Path) -> Non
         first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
         assert last <= 0.9 * first, f"stage {stage}: {first} -> {last}"
         assert after < before, f"stage {stage}: held out {before} -> {after}"
+
+
+FILES = {
+    # name: (model, data option, file, further words)
+    "zh": ("tiny", "alpaca", "alpaca_zh_demo.json", ["data.max_length=256", "eval=[loss]"]),
+    "en": ("tiny_chatglm", "alpaca", "alpaca_en_demo.json", ["data.max_length=256", "eval=[loss]"]),
+    "cmrc": (
+        "tiny_chatglm2",
+        "cmrc2018",
+        "cmrc2018_trial.json",
+        ["data.max_length=256", "eval=[loss,cmrc]", "eval.cmrc.max_new_tokens=4"],
+    ),
+}
+
+
+def words_for(name: str, folder: Path) -> list[str]:
+    model, data, file, more = FILES[name]
+    places = [f"data.train_file={Path(SHARED) / 'data' / file}", f"data.cache_dir={folder / 'prepared'}"]
+    return [f"model={model}", f"data={data}", *places, "data.holdout=24", *more]
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not ROWS.is_file(), reason="GLMEXP_SHARED names no folder with data/alpaca_zh_demo.json")
+@pytest.mark.timeout(900)
+def test_real_files_are_inspected_trained_packed_and_padded_and_evaluated(tmp_path: Path) -> None:
+    """Three files x four methods x packing on and off under ZeRO stage 3 on two ranks, in one pair of processes."""
+    cells = {}
+    for name in FILES:
+        done = glmexp("entry=inspect", *words_for(name, tmp_path), folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "learned end tokens" in done.stdout
+        for method in RATES:
+            for packing in ("true", "false"):
+                words = [*words_for(name, tmp_path), f"method={method}", f"data.packing={packing}", "zero=stage3"]
+                cells[f"{name}-{method}-packing_{packing}"] = words
+    faults, _ = run_on_ranks(whole_runs, cells, str(tmp_path / "runs"), folder=tmp_path, timeout_s=800)
+    assert faults == {cell: [] for cell in cells}
+    for cell in cells:
+        run = tmp_path / "runs" / cell
+        verdict = proof.judge(run)
+        assert verdict["faults"] == [], cell
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = [line["train/loss"] for line in lines if "train/loss" in line]
+        assert len(losses) == 5, cell
+        assert all(0 < loss < 20 for loss in losses), cell
+        scored = [line for line in lines if "eval/loss/loss" in line]
+        assert len(scored) == 2, f"{cell}: before and after training"
+        assert ("eval/cmrc/f1" in scored[-1]) == cell.startswith("cmrc"), cell
+    for name in FILES:
+        artifact = f"artifact.path={tmp_path / 'runs' / f'{name}-lora-packing_true'}"
+        words = [word for word in words_for(name, tmp_path) if not word.startswith("model=")]
+        done = glmexp("entry=evaluate", artifact, *words, "tracker=none", "launcher=inprocess", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "eval at step 0: loss " in done.stdout

@@ -1,0 +1,40 @@
+"""Whole training runs one after another on ranks that are started once: what ``entry=train`` does between its session
+and its proof."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from glmexp.data.prepare import prepare
+from glmexp.engine import distributed
+from glmexp.entry import train
+from glmexp.entry.console import Screen
+from glmexp.entry.session import Session
+from glmexp.model.build import load_tokenizer
+from glmexp.model.renderer import renderer
+from glmexp.tracker.base import Guard, NoTracker
+from glmexp.tracker.metrics_file import MetricsFile
+from tests.engine.cells import configure
+
+
+def whole_runs(cells: dict[str, list[str]], folder: str) -> dict[str, list[str]]:
+    """Train each cell's overrides into ``folder``/<cell>; what the product found wrong with each."""
+    faults = {}
+    for name, overrides in cells.items():
+        run = Path(folder, name)
+        first = distributed.rank() == 0
+        if first:
+            run.mkdir(parents=True)
+        distributed.barrier()
+        config = configure(*overrides)
+        here = Session(
+            config=config,
+            folder=run,
+            screen=Screen(active=first),
+            metrics=MetricsFile(run / "metrics.jsonl") if first else None,
+            tracker=Guard("none", NoTracker(), warn=print),
+        )
+        template = renderer(config.model.family, load_tokenizer(config.model))
+        result = train._train(here, template, prepare(config.data, config.train.seed, template))
+        faults[name] = result[0] if result is not None else []
+    return faults
