@@ -111,10 +111,12 @@ def stop_ids(tokenizer: Any) -> list[int]:
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of generated ids, cut at the first stop token and stripped as the releases strip it."""
+    """The text of generated ids, cut at the first stop token and stripped as the releases strip it. Negative ids, such
+    as the -100 of a label that does not count, stand for nothing."""
     stops = set(stop_ids(tokenizer))
     length = next((place for place, index in enumerate(ids) if index in stops), len(ids))
-    return str(tokenizer.decode(list(ids[:length]), skip_special_tokens=True)).strip()
+    real = [index for index in ids[:length] if index >= 0]
+    return str(tokenizer.decode(real, skip_special_tokens=True)).strip()
 
 
 def release_of(tokenizer: Any) -> str:

@@ -125,7 +125,8 @@ class TemplateRenderer:
     def answer(self, ids: Sequence[int]) -> str:
         """Text of generated ids up to the first stop token."""
         end = next((place for place, index in enumerate(ids) if index in self.stop_ids), len(ids))
-        return str(self.tokenizer.decode(list(ids[:end]), skip_special_tokens=True)).strip()
+        real = [index for index in ids[:end] if index >= 0]  # -100 is a label that does not count
+        return str(self.tokenizer.decode(real, skip_special_tokens=True)).strip()
 
     def is_special(self, index: int) -> bool:
         """Whether the token is a mark of the template and no text."""

@@ -123,6 +123,16 @@ ENCODING = Encoding(100_000, "last")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_labels_that_do_not_count_have_no_text_and_an_empty_answer_is_empty(
+    renderers: dict[str, Any], family: str
+) -> None:
+    template = renderers[family]
+    ids = text_ids(template, "good day")
+    assert template.answer([-100, *ids, -100, template.stop_ids[0], -100]) == "good day"
+    assert template.answer([-100, -100]) == template.answer([]) == ""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_rows_start_with_their_marks_once(renderers: dict[str, Any], family: str) -> None:
     template = renderers[family]
     example = encode([{"role": "user", "content": "甲"}, {"role": "assistant", "content": "乙"}], ENCODING, template)
