@@ -11,7 +11,7 @@ import pytest
 from glmexp.entry import proof
 from tests.cli import glmexp
 from tests.engine.cells import learns_at_all_stages
-from tests.engine.whole_runs import whole_runs
+from tests.engine.whole_runs import STEPS, whole_runs
 from tests.ranks import run_on_ranks
 
 SHARED = os.environ.get("GLMEXP_SHARED", "")
@@ -56,7 +56,7 @@ FILES = {
 def words_for(name: str, folder: Path) -> list[str]:
     model, data, file, more = FILES[name]
     places = [f"data.train_file={Path(SHARED) / 'data' / file}", f"data.cache_dir={folder / 'prepared'}"]
-    return [f"model={model}", f"data={data}", *places, "data.holdout=24", *more]
+    return [f"model={model}", f"data={data}", *places, "data.holdout=12", *more]
 
 
 @pytest.mark.matrix
@@ -81,7 +81,7 @@ def test_real_files_are_inspected_trained_packed_and_padded_and_evaluated(tmp_pa
         assert verdict["faults"] == [], cell
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses = [line["train/loss"] for line in lines if "train/loss" in line]
-        assert len(losses) == 5, cell
+        assert len(losses) == STEPS, cell
         assert all(0 < loss < 20 for loss in losses), cell
         scored = [line for line in lines if "eval/loss/loss" in line]
         assert len(scored) == 2, f"{cell}: before and after training"

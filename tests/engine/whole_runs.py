@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from glmexp.config.compose import run_config
 from glmexp.data.prepare import prepare
 from glmexp.engine import distributed
 from glmexp.entry import train
@@ -14,7 +15,15 @@ from glmexp.model.build import load_tokenizer
 from glmexp.model.renderer import renderer
 from glmexp.tracker.base import Guard, NoTracker
 from glmexp.tracker.metrics_file import MetricsFile
-from tests.engine.cells import configure
+
+STEPS = 2
+SHORT = (
+    "tracker=none",
+    "precision=fp32",
+    f"train.max_steps={STEPS}",
+    "train.micro_batch_size=2",
+    "train.grad_accum=1",
+)
 
 
 def whole_runs(cells: dict[str, list[str]], folder: str) -> dict[str, list[str]]:
@@ -26,7 +35,7 @@ def whole_runs(cells: dict[str, list[str]], folder: str) -> dict[str, list[str]]
         if first:
             run.mkdir(parents=True)
         distributed.barrier()
-        config = configure(*overrides)
+        config = run_config([*SHORT, *overrides], ranks=distributed.world_size(), gpus=0)
         here = Session(
             config=config,
             folder=run,
