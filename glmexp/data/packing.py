@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 ROUNDING = 128
-"""Rows are filled up to a multiple of the budget's 128th: nearly full ones have one length then, and kernels one plan."""
+"""Rows are filled up to a multiple of the budget's 128th: nearly full ones then share a length, and kernels a plan."""
 WINDOW = 4096
 """Examples that are packed together: enough for full rows, few enough that the order stays random."""
 
