@@ -278,7 +278,11 @@ class _Composer:
                 Problem("hydra.sweeper.params", "a swept option brings a grid of its own", "sweep one study at a time")
             )
         if isinstance(tree.values.get("train"), dict) and tree.values["train"].get("resume") is not None:
-            self.problems.append(Problem("train.resume", "every trial would go on in one folder", "resume one run"))
+            self.problems.append(
+                Problem(
+                    "train.resume", "every trial would go on in one folder", "hydra.sweep.dir=FOLDER takes up a sweep"
+                )
+            )
         if tree.origins["run.dir"].default is False:
             self.problems.append(Problem("run.dir", "every trial would share it", "hydra.sweep.dir=FOLDER"))
         return self.checked(tree, given, groups)

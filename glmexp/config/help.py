@@ -27,13 +27,15 @@ Examples:
   python -m glmexp method=ptuning zero=stage3                        another method, another ZeRO stage
   python -m glmexp model=qwen2_0_5b data=alpaca data.train_file=FILE  your own rows; FILE is relative to this folder
   python -m glmexp train.batch_size=64 train.micro_batch_size=4      gradient accumulation is computed
-  python -m glmexp -m method.rank=4,8 optim.lr=1e-3,5e-3             a sweep: four runs, one after another
+  python -m glmexp -m method.rank=4,8 optim.lr=1e-3,5e-3             a sweep: four runs; launcher.slots=2: two at a time
+  python -m glmexp -m sweep=search 'method.rank=choice(4,8,16)'      each run chosen by what the earlier ones gave
   python -m glmexp -m +experiments=rank_and_bucket                   a study from experiments/ ({studies})
   python -m glmexp entry=evaluate artifact.path=outputs/NAME/TIME    measure what was trained
   python -m glmexp entry=doctor doctor.explain=zero.stage            what an option means, its unit, and who set it
 
 What a run does is the group entry. A run lies in outputs/<run.name>/<time>, a sweep in outputs/<run.name>/sweep-<time>,
-both below this folder; run.dir=FOLDER and hydra.sweep.dir=FOLDER choose another one.
+both below this folder; run.dir=FOLDER and hydra.sweep.dir=FOLDER choose another one. A sweep that was interrupted goes
+on with the same line and its hydra.sweep.dir: what has finished is kept.
 
 Values: null switches off; lists are [a,b]; text with = , ( ) [ ] # or spaces stands in quotes inside of the shell's:
 "data.train_file='my file, part(1).jsonl'".

@@ -15,6 +15,7 @@ from pathlib import Path
 from glmexp.config.errors import UserError
 from glmexp.launcher import failures
 from glmexp.launcher.ranks import gpu_count
+from glmexp.launcher.trials import STOPPING
 
 LOG = "trial.log"
 
@@ -73,7 +74,7 @@ def start_process(work: Callable[[], int], slot: Slot, ranks: int, run_folder: P
 
 def _child(work: Callable[[], int], slot: Slot, ranks: int, run_folder: Path, log: bool, parent: int) -> None:
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on once
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPPING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     _die_with(parent)
     if log:

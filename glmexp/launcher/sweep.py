@@ -29,7 +29,7 @@ from glmexp.config.sweep import Swept, folder_name, in_sweep
 from glmexp.launcher import folder, search, slots, summary, trials
 from glmexp.launcher.slots import Slot
 from glmexp.launcher.start import RunRank, start
-from glmexp.launcher.trials import FINISHED, OUTCOMES, RUNNING, STOPPED, WAITING, SweepState, Trial
+from glmexp.launcher.trials import FINISHED, OUTCOMES, RUNNING, STOPPED, STOPPING, WAITING, SweepState, Trial
 
 Compose = Callable[[Mapping[str, str]], RunConfig]
 """Values of a search -> the trial's configuration. Raises ConfigError where they do not fit together."""
@@ -161,7 +161,11 @@ def _grid(state: SweepState, asked: Request) -> list[Job]:
     if known and not any(identity in known for identity, _, _ in named):
         raise ConfigError(
             Problem("hydra.sweep.dir", f"{state.root} holds another sweep: none of its trials is one of these"),
-            Problem("its command line", " ".join(state.line), "use it again, or choose another folder"),
+            Problem(
+                "its command line",
+                " ".join(state.line),
+                "use it again with the version of glmexp that began it, or choose another folder",
+            ),
         )
     jobs: dict[str, Job] = {}
     for identity, config, values in named:
@@ -203,7 +207,7 @@ class _Sweep:
 
     def due(self, trial: Trial) -> bool:
         """Whether this start runs the trial."""
-        return trial.state not in OUTCOMES or trial.state in self.settings.retry
+        return trial.same_as is None and (trial.state not in OUTCOMES or trial.state in self.settings.retry)
 
     def announce(self, known: Sequence[Trial]) -> None:
         """What there is, what is kept, and how to go on after an interruption."""
@@ -229,30 +233,36 @@ class _Sweep:
     def searched(self, compose: Compose) -> Iterator[Job]:
         """Trials that an earlier start left, then new ones until there are ``sweep.trials``."""
         for trial in [one for one in self.state.trials if self.due(one)]:
-            yield trial, in_sweep(compose(trial.values), str(self.state.root), trial.folder)
+            yield from self._composed(trial, compose)
         assert self.settings.trials is not None, "composing asks for it"
         while len(self.state.trials) < self.settings.trials:
             number = len(self.state.trials)
             values = search.suggest(self.swept.space, self.settings, self.state.trials, number)
             trial = Trial(number, "", values, folder_name(number, values))
-            try:
-                config = compose(values)
-            except ConfigError as error:
-                trial.state, trial.reason = trials.FAILED, str(error.problems[0]).splitlines()[0]
-            else:
-                trial.identity = trials.trial_identity(config, values)
-                self._repeat(trial)
             self.state.trials.append(trial)
+            yield from self._composed(trial, compose)
+
+    def _composed(self, trial: Trial, compose: Compose) -> Iterator[Job]:
+        """The trial to run; nothing where its values do not fit together, or where an earlier one was the same."""
+        try:
+            config = compose(trial.values)
+        except ConfigError as error:
+            trial.state, trial.reason = trials.FAILED, str(error.problems[0]).splitlines()[0]
+            self.tell(trial, "not run")
+            return
+        finally:
             self.state.save()
-            if trial.state == WAITING:
-                yield trial, in_sweep(config, str(self.state.root), trial.folder)
-            else:
-                self.tell(trial, "not run" if trial.same_as is None else f"is trial {trial.same_as} again")
+        trial.identity = trials.trial_identity(config, trial.values)
+        self._repeat(trial)
+        if trial.same_as is None:
+            yield trial, in_sweep(config, str(self.state.root), trial.folder)
+        else:
+            self.tell(trial, f"is trial {trial.same_as} again")
 
     def _repeat(self, trial: Trial) -> None:
         """A configuration that has an outcome is not run again."""
-        for twin in self.state.trials:
-            if twin.identity == trial.identity and twin.state in OUTCOMES:
+        for twin in self.state.trials[: trial.number]:
+            if twin.identity == trial.identity and twin.same_as is None and twin.state in OUTCOMES:
                 trial.state, trial.metrics, trial.reason = twin.state, twin.metrics, twin.reason
                 trial.same_as, trial.folder = twin.number, twin.folder
                 return
@@ -260,15 +270,23 @@ class _Sweep:
     def run(self, jobs: Iterator[Job]) -> int:
         """Run jobs until there are none, or a signal ends all; the exit code."""
         with self._passing_signals_on():
-            while True:
-                while self.free and not self.signals and (job := next(jobs, None)) is not None:
-                    self._start(*job)
-                if not self.running:
-                    break
-                wait([one.process.sentinel for one in self.running])
-                for one in [one for one in self.running if one.process.exitcode is not None]:
-                    self._ended(one)
+            try:
+                self._run(jobs)
+            except BaseException:  # a failure of the sweep itself, such as a full disk, leaves no trial behind
+                for one in self.running:
+                    one.process.terminate()
+                raise
         return self._close()
+
+    def _run(self, jobs: Iterator[Job]) -> None:
+        while True:
+            while self.free and not self.signals and (job := next(jobs, None)) is not None:
+                self._start(*job)
+            if not self.running:
+                return
+            wait([one.process.sentinel for one in self.running])
+            for one in [one for one in self.running if one.process.exitcode is not None]:
+                self._ended(one)
 
     def _start(self, trial: Trial, config: RunConfig) -> None:
         run_folder = self.state.folder_of(trial)
@@ -303,12 +321,14 @@ class _Sweep:
         trial.state, trial.reason = trials.settle(run_folder, code)
         trial.metrics = trials.last_metrics(run_folder) if trial.state == FINISHED else {}
         trial.seconds = time.monotonic() - one.started
+        for twin in [other for other in self.state.trials if other.same_as == trial.number]:
+            twin.state, twin.metrics, twin.reason = trial.state, trial.metrics, trial.reason
         self.state.save()
         self.tell(trial, f"ended after {trial.seconds:.0f} s")
 
     @contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """SIGINT and SIGTERM end the trials as they would end a run; the second one does so at once."""
+        """SIGINT, SIGTERM and SIGUSR1 end the trials as they would end a run; the second one does so at once."""
 
         def pass_on(number: int, _: object) -> None:
             self.signals.append(number)
@@ -316,7 +336,7 @@ class _Sweep:
                 if one.process.pid is not None and one.process.exitcode is None:
                     os.kill(one.process.pid, number if len(self.signals) == 1 else signal.SIGKILL)
 
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, pass_on) for number in STOPPING}
         try:
             yield
         finally:

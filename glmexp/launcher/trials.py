@@ -27,6 +27,8 @@ WAITING, RUNNING, STOPPED = "waiting", "running", "stopped"
 FINISHED, FAILED, OUT_OF_MEMORY, NON_FINITE = "finished", "failed", "out_of_memory", "non_finite"
 OUTCOMES = (FINISHED, FAILED, OUT_OF_MEMORY, NON_FINITE)
 """A trial with one of these is not run again unless ``sweep.retry`` names it."""
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that end a sweep in a way that it can be taken up again: Ctrl-C, and what a queue sends before it kills."""
 _ORPHANS_S = 120.0
 _MEMORY = re.compile(r"OutOfMemory|MemoryError|out of memory|can't allocate memory", re.IGNORECASE)
 _NOT_FINITE = re.compile(r"NonFinite|loss scale already at minimum")
@@ -191,9 +193,11 @@ def has_checkpoint(run_folder: Path) -> bool:
 
 def settle(run_folder: Path, exit_code: int) -> tuple[str, str]:
     """(state, first line of the reason) of a trial that ended with this exit code."""
+    if (run_folder / folder.STATUS).exists() and folder.read_status(run_folder)["state"] == "stopped":
+        return STOPPED, "stopped where it can go on"
     if exit_code == 0:
         return FINISHED, ""
-    if abs(exit_code) in (number + base for number in (signal.SIGINT, signal.SIGTERM) for base in (0, 128)):
+    if abs(exit_code) in (number + base for number in STOPPING for base in (0, 128)):
         return STOPPED, "interrupted"
     found = failures.recorded(run_folder)
     if not found:

@@ -110,3 +110,6 @@ def test_a_choice_made_again_is_not_run_again_and_what_cannot_be_composed_is_a_f
     once = [one for one in right if one["same_as"] is None]
     assert len(once) == len({str(one["values"]) for one in right}) < len(right), "twins have the first one's result"
     assert all(len(started) == 1 for started in starts(tmp_path) if started)
+    words = ["sweep=search", "sweep.trials=8", *space, f"hydra.sweep.dir={tmp_path}"]
+    assert run([*words, "sweep.retry=failed"]) == 1, "and not one that can be retried"
+    assert state(tmp_path)["trials"] == trials
