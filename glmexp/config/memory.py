@@ -81,8 +81,15 @@ def nvme_bytes(config: RunConfig) -> int | None:
     return total + (_DTYPE[config.precision.dtype] * elements if offload.params == "nvme" else 0)
 
 
+def pinned_by_deepspeed(variables: Mapping[str, str]) -> bool:
+    """Whether DeepSpeed (0.19) locks host memory itself (``deepspeed/utils/pin_memory.py``), with an op of its own."""
+    return variables.get("DS_PIN_MEMORY_BACKEND", "").lower() == "native"
+
+
 def _exact_pinning(variables: Mapping[str, str]) -> bool:
-    """Whether torch (2.11 on) is told not to round large pinned buffers up."""
+    """Whether torch (2.11 on) is told not to round large pinned buffers up, or DeepSpeed pins, which does not."""
+    if pinned_by_deepspeed(variables):
+        return True
     settings = (variables.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     return any(EXACT_PINNING.partition(":")[0] in setting for setting in settings)
 

@@ -21,12 +21,12 @@ from functools import cache
 from pathlib import Path
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import EXACT_PINNING, host_bytes, nvme_bytes, sizes_of
+from glmexp.config.memory import EXACT_PINNING, host_bytes, nvme_bytes, pinned_by_deepspeed, sizes_of
 from glmexp.config.schema import RunConfig
 from glmexp.launcher.environment import threads_a_rank, tools_path
 from glmexp.launcher.ranks import gpu_count
 
-CPU_ADAM, ASYNC_IO, QUANTIZER = "cpu_adam", "async_io", "quantizer"
+CPU_ADAM, PIN_MEMORY, ASYNC_IO, QUANTIZER = "cpu_adam", "pin_memory", "async_io", "quantizer"
 _GIB = 2**30
 _UNROUNDED = (
     "offload.pin_memory=false (pinned buffers are rounded up to powers of two, unless torch 2.11 or later has "
@@ -170,6 +170,8 @@ def ops(config: RunConfig) -> list[str]:
         found.append(CPU_ADAM)
     if "nvme" in (config.offload.optimizer, config.offload.params):
         found.append(ASYNC_IO)
+    if config.offload.pin_memory and pinned_by_deepspeed(config.launcher.env):
+        found.append(PIN_MEMORY)
     if config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients:
         found.append(QUANTIZER)
     return found
@@ -195,13 +197,21 @@ def missing(config: RunConfig, host: Host) -> Iterator[Problem]:
     yield from _buffer(config, host)
 
 
-_KEYS = {CPU_ADAM: "offload.adam", ASYNC_IO: "offload.nvme_path", QUANTIZER: "zero.zero_quantized_weights"}
+_KEYS = {
+    CPU_ADAM: "offload.adam",
+    PIN_MEMORY: "launcher.env.DS_PIN_MEMORY_BACKEND",
+    ASYNC_IO: "offload.nvme_path",
+    QUANTIZER: "zero.zero_quantized_weights",
+}
 
 
 def _way_out(op: str) -> str:
-    return {CPU_ADAM: _WAYS_OUT, ASYNC_IO: "offload=all keeps in host memory what would go to nvme"}.get(
-        op, "leave out zero.zero_quantized_weights and zero.zero_quantized_gradients"
-    )
+    return {
+        CPU_ADAM: _WAYS_OUT,
+        PIN_MEMORY: "leave out DS_PIN_MEMORY_BACKEND: torch pins",
+        ASYNC_IO: "offload=all keeps in host memory what would go to nvme",
+        QUANTIZER: "leave out zero.zero_quantized_weights and zero.zero_quantized_gradients",
+    }[op]
 
 
 def _memory(config: RunConfig, host: Host) -> Iterator[Problem]:

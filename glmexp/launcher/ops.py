@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder", "quantizer": "QuantizerBuilder"}
+BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "async_io": "AsyncIOBuilder",
+    "quantizer": "QuantizerBuilder",
+}
 QUIET_S = 600.0
 """Seconds without a new file after which nobody builds any more, on another machine that shares the folder either."""
 _BUILDING = "building"
@@ -27,9 +32,10 @@ def main(op: str) -> None:
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
 
-    folder = Path(_get_build_directory(op, verbose=False))
-    with alone(folder, lambda line: print(line, file=shown)):
-        get_accelerator().create_op_builder(BUILDERS[op]).load(verbose=False)
+    for name in ("pin_memory", op) if op == "async_io" else (op,):  # which loads the other one
+        folder = Path(_get_build_directory(name, verbose=False))
+        with alone(folder, lambda line: print(line, file=shown)):
+            get_accelerator().create_op_builder(BUILDERS[name]).load(verbose=False)
 
 
 @contextmanager

@@ -168,7 +168,9 @@ def test_host_memory_is_counted_before_a_model_is_built(tmp_path: Path) -> None:
     assert "offload.pin_memory=false" in problem.fix
     assert not [*needs.missing(unpinned, _host(1, tmp_path, memory_gib=110))]
     exact = run_config([*SIX_B, f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}}"], gpus=1)
-    assert host_bytes(exact) == host_bytes(unpinned), "torch is told not to round"
+    native = run_config([*SIX_B, "launcher.env={DS_PIN_MEMORY_BACKEND: native}"], gpus=1)
+    assert host_bytes(exact) == host_bytes(native) == host_bytes(unpinned), "torch is told not to round, or not asked"
+    assert needs.ops(native) == ["pin_memory"]
     assert host_bytes(run_config([*SIX_B[:2], "zero=stage2", "offload=optimizer"], gpus=1)) is None, "LoRA is small"
 
 
