@@ -6,9 +6,7 @@ import importlib
 import logging
 import os
 import signal
-import socket
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 from glmexp.config import redact
 from glmexp.config.errors import EXIT_USER_MISTAKE
 from glmexp.config.load import read
-from glmexp.launcher import failures, folder
+from glmexp.launcher import failures, folder, stopping
 from glmexp.launcher.environment import set_defaults
 
 
@@ -29,7 +27,7 @@ def run_rank(run_folder: Path, shows_failures: bool) -> int:
     rank = int(os.environ["RANK"])
     set_defaults()
     _logs_to_file(run_folder, rank)
-    _end_at_once_on_signals(run_folder, rank)
+    stopping.listen(run_folder, rank)
     try:
         config = read(run_folder / folder.CONFIG)
         entry: Callable[..., int] = importlib.import_module(f"glmexp.entry.{config.entry.name}").run
@@ -52,33 +50,6 @@ def _logs_to_file(run_folder: Path, rank: int) -> None:
     logging.captureWarnings(True)
     # DeepSpeed calls functions that torch 2.13 deprecates, once a step: they would drown the log.
     warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*")
-
-
-def _end_at_once_on_signals(run_folder: Path, rank: int) -> None:
-    """SIGTERM and SIGINT end this rank even while its main thread waits inside a collective.
-
-    Python runs signal handlers between bytecodes of the main thread only; the byte that the interpreter writes to
-    the wake-up descriptor comes at once, so a thread reads it.
-    """
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    signal.set_wakeup_fd(sender.fileno())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-
-    def watch() -> None:
-        with sender:  # keeps the descriptor open as long as the thread lives
-            while True:
-                number = receiver.recv(1)[0]
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    break
-        failure = failures.of_signal(rank, number)
-        failures.record(run_folder, failure)
-        if rank == 0 and folder.read_status(run_folder)["state"] in ("starting", "running"):
-            folder.write_status(run_folder, "failed", rank=rank, exit_code=128 + number, reason=failure.message)
-        os._exit(128 + number)
-
-    threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def _die_with_parent() -> None:

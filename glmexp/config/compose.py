@@ -161,8 +161,8 @@ class _Composer:
             ranks = self.machine.ranks(config)
         except rules.UnusableValueError:
             ranks = 1
-        if saved is not None and saved.ranks not in (None, ranks):
-            self.problems.append(_other_ranks(saved.ranks, ranks))
+        if saved is not None and "train" in saved.sections and not problems:
+            config = dataclasses.replace(config, train=inherit.refitted(config.train, saved, ranks, explicit))
         contradictions = rules.check(config, ranks, self.machine.gpus, explicit, self.machine.cores)
         self.problems.extend(_told([one for one in contradictions if one.where not in wrong], tree))
         if self.problems:
@@ -290,14 +290,6 @@ class _Composer:
 
 def _param(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-
-
-def _other_ranks(saved: int | None, now: int) -> Problem:
-    return Problem(
-        "train.resume",
-        f"the run was saved with {saved} ranks, now {now}: the optimizer states in its checkpoints are split by rank",
-        f"launcher.nproc={saved}, or as many under torchrun",
-    )
 
 
 def _drop_alternatives(tree: Tree) -> None:

@@ -8,6 +8,8 @@ EXIT_USER_MISTAKE = 2
 EXIT_FAILURE = 1
 EXIT_UNUSABLE = 3
 """Of a sweep: every trial has a result, and some are out of memory or not finite."""
+EXIT_STOPPED = 75
+"""Asked to stop, saved, can go on: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Origin, Tree
 from glmexp.config.load import flatten, shown
+from glmexp.config.schema import TrainSection
 
 CONFIG = "config.yaml"
 CARD = "glmexp.json"
@@ -43,11 +45,25 @@ RESUMED = (
 """Sections that a resumed run brings; the launcher belongs to the machine, and deepspeed.config_file is in them."""
 FIXED = ("model", "method", "precision", "data", "optim")
 """Sections that decide what is trained."""
-FIXED_KEYS = ("zero.stage", "train.micro_batch_size", "train.grad_accum", "train.batch_size", "train.seed")
-LOADING_KEYS = ("num_workers", "prefetch", "prepare_workers", "cache_dir", "eval_file", "on_error", "encoding")
-"""Keys of the data section that do not change the training rows or only where they are read."""
-OWN_KEYS = ("run.dir", "run.overwrite", "train.resume", "train.batch_size")
-"""Keys that a resumed run does not bring: the folder is its own, and the batch follows from the ranks."""
+FIXED_KEYS = ("train.batch_size", "train.seed")
+FREE_KEYS = (
+    "data.num_workers",
+    "data.prefetch",
+    "data.prepare_workers",
+    "data.cache_dir",
+    "data.eval_file",
+    "data.on_error",
+    "data.encoding",
+    "data.train_file",
+    "model.path",
+)
+"""Keys of the fixed sections that do not change the training rows or the base, only where they are read: what lies
+there is held against the checkpoint by its fingerprint."""
+OWN_KEYS = ("run.dir", "run.overwrite", "train.resume", "train.stop_after", "train.stop_after_s", "train.grad_accum")
+"""Keys that a resumed run does not bring: the folder is its own, a planned stop is over, and the accumulation follows
+from the batch, which stays, and the number of ranks, which may change."""
+AUTO = "auto"
+"""``train.resume``: look for the run."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +87,8 @@ class Saved:
 def saved_by(values: Mapping[str, Any]) -> Saved | None:
     """What ``train.resume`` or ``artifact.path`` brings. Paths without such a file are left to the rules."""
     resume = _text(values, "train", "resume")
-    if resume is not None and _text(values, "entry", "name") == "train":
-        start = Path(resume).expanduser().absolute()
+    if resume not in (None, AUTO) and _text(values, "entry", "name") == "train":
+        start = Path(str(resume)).expanduser().absolute()
         for folder in (start, *start.parents):
             if (folder / CONFIG).is_file():
                 sections = {name: section for name, section in _mapping(folder / CONFIG).items() if name in RESUMED}
@@ -136,7 +152,7 @@ def inherit(tree: Tree, saved: Saved, explicit: Collection[str], chosen: Mapping
         if not isinstance(now, dict) or not isinstance(values, dict):
             continue
         if section in chosen and _other_option(section, now, values):
-            if section in IDENTITY:
+            if section in IDENTITY and section in FIXED:
                 problems.append(_contradiction(f"{section}.{IDENTITY[section]}", now, values, chosen[section], saved))
             continue
         leaves = flatten(now, section)
@@ -179,16 +195,42 @@ def _contradictions(
     own: Mapping[str, Any], saved_leaves: Mapping[str, Any], tree: Tree, saved: Saved
 ) -> Iterator[Problem]:
     for key, value in own.items():
-        section, _, leaf = key.partition(".")
-        fixed = key in FIXED_KEYS or (section in FIXED and not (section == "data" and leaf in LOADING_KEYS))
         moved = key == MOVABLE and saved.words != "the resumed run"
-        if fixed and not moved and key in saved_leaves and _plain(value) != _plain(saved_leaves[key]):
+        if _fixed(key) and not moved and key in saved_leaves and _plain(value) != _plain(saved_leaves[key]):
             origin = tree.origins[key].words if key in tree.origins else "the command line"
             yield Problem(
                 key,
                 f"{shown(value)} (from {origin}), but {saved.words} has {shown(saved_leaves[key])} (in {saved.file})",
                 f"leave it out, {saved.way_out}",
             )
+
+
+def _fixed(key: str) -> bool:
+    """Another value would train something else."""
+    return key in FIXED_KEYS or (key.split(".")[0] in FIXED and key not in FREE_KEYS)
+
+
+def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What decides the training and differs between two whole configurations: ``optim.lr: 0.001, it was 0.0003``."""
+    before, after = flatten(saved), flatten(now)
+    keys = [key for key in {**before, **after} if _fixed(key)]
+    return [
+        f"{key}: {shown(after.get(key))}, it was {shown(before.get(key))}"
+        for key in keys
+        if _plain(after.get(key)) != _plain(before.get(key))
+    ]
+
+
+def refitted(train: TrainSection, saved: Saved, ranks: int, explicit: Collection[str]) -> TrainSection:
+    """The resumed run's batch on another number of ranks: the largest micro batch, up to the saved one, that fits."""
+    micro, batch = train.micro_batch_size, train.batch_size
+    said = "train.micro_batch_size" in explicit or "train.batch_size" in explicit
+    if said or saved.ranks in (None, ranks) or micro is None or batch is None or batch % ranks:
+        return train
+    if train.grad_accum is not None:
+        return dataclasses.replace(train, micro_batch_size=None)
+    fitting = (size for size in range(micro, 0, -1) if batch % (size * ranks) == 0)
+    return dataclasses.replace(train, micro_batch_size=next(fitting))
 
 
 def _contradiction(key: str, now: Mapping[str, Any], other: Mapping[str, Any], where: str, saved: Saved) -> Problem:

@@ -11,6 +11,7 @@ from typing import Any
 from glmexp.config import data_rules, ds_rules, export_rules, model_rules, sweep
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
+from glmexp.config.inherit import AUTO
 from glmexp.config.load import UnusableValueError
 from glmexp.config.schema import RunConfig
 
@@ -59,7 +60,7 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
         train = dataclasses.replace(train, micro_batch_size=micro, grad_accum=accum, batch_size=batch)
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(train, resume=_whole(train.resume)),
+        train=dataclasses.replace(train, resume=train.resume if train.resume == AUTO else _whole(train.resume)),
         data=dataclasses.replace(
             config.data,
             train_file=_whole(config.data.train_file),
@@ -254,6 +255,38 @@ def _length(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield Problem("train.epochs", "epochs and max_steps are both null: training would never end", "give one")
     if train.save_steps is None and "train.keep_checkpoints" in facts.explicit:
         yield Problem("train.keep_checkpoints", "without effect: train.save_steps is null", "train.save_steps=100")
+    yield from _keep_best(config, facts)
+    if train.stop_after is not None and train.max_steps is not None and train.stop_after > train.max_steps:
+        yield Problem(
+            "train.stop_after",
+            f"step {train.stop_after} is never reached: the run ends at train.max_steps={train.max_steps}",
+            "leave it out, or a smaller one",
+        )
+
+
+def _keep_best(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """A best checkpoint needs a metric that is measured where checkpoints are written."""
+    train, metric = config.train, config.train.keep_best
+    if metric is None:
+        if "train.keep_best_mode" in facts.explicit:
+            yield Problem("train.keep_best_mode", "without effect: train.keep_best is null", "train.keep_best=METRIC")
+        return
+    if train.save_steps is None:
+        yield Problem("train.keep_best", "without effect: train.save_steps is null", "train.save_steps=100")
+        return
+    _, _, rest = metric.partition("eval/")
+    hook = config.eval.hooks.get(rest.partition("/")[0])
+    if not metric.startswith("eval/") or hook is None:
+        names = ", ".join(f"eval/{name}/..." for name in config.eval.hooks) or "none, eval=[loss] has eval/loss/loss"
+        yield Problem("train.keep_best", f"{metric!r} is no metric of a chosen hook", f"metrics: {names}")
+    elif hook.every is None or (hook.every % train.save_steps and train.save_steps % hook.every):
+        name = rest.partition("/")[0]
+        yield Problem(
+            "train.keep_best",
+            f"{metric} is measured every {hook.every or 'no'} steps, checkpoints are written every {train.save_steps}: "
+            "they need steps in common",
+            f"eval.{name}.every={train.save_steps}",
+        )
 
 
 def _launcher(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -280,13 +313,17 @@ def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     run, resume = config.run, config.train.resume
     if not run.name or run.name in (".", "..") or re.search(r'[/\\:*?"<>|\x00-\x1f]', run.name) or len(run.name) > 150:
         yield Problem("run.name", f"{run.name!r} is no plain folder name", "letters, digits, - _ . and no slash")
-    if run.dir is not None and resume is not None:
+    if run.dir is not None and resume not in (None, AUTO):
         yield Problem("run.dir", "train.resume goes on in the resumed run's own folder", "leave out run.dir")
+    elif resume == AUTO and run.overwrite:
+        yield Problem(
+            "run.overwrite", "train.resume=auto goes on with what lies in the folder", "leave one of them out"
+        )
     elif run.dir is not None:
         folder = Path(run.dir).expanduser()
         if folder.exists() and not folder.is_dir():
             yield Problem("run.dir", f"{run.dir} is a file", "name a folder")
-        elif (folder / "config.yaml").exists() and not run.overwrite:
+        elif (folder / "config.yaml").exists() and not run.overwrite and resume != AUTO:
             yield Problem(
                 "run.dir",
                 f"{run.dir} already holds a run",
@@ -316,8 +353,8 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
     if resume is not None and entry != "train":
         yield Problem("train.resume", f"without effect under entry={entry}", "leave it out, or entry=train")
-    elif resume is not None and not Path(resume).expanduser().is_dir():
-        yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it")
+    elif resume not in (None, AUTO) and not Path(str(resume)).expanduser().is_dir():
+        yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it, or auto")
 
 
 RULES: tuple[Rule, ...] = (

@@ -324,11 +324,22 @@ class TrainSection:
     log_steps: Count
     """Optimizer steps between two lines of metrics."""
     save_steps: Count | None
-    """Optimizer steps between checkpoints. Null: none."""
+    """Optimizer steps between checkpoints, and one at the end. Null: none but when the run is asked to stop."""
     keep_checkpoints: Count
     """Newest checkpoints that are kept."""
+    keep_best: str | None
+    """Metric such as eval/loss/loss: the checkpoint with its best value is kept beside the newest ones."""
+    keep_best_mode: Literal["min", "max"]
+    """Whether the lowest or the highest value of train.keep_best is the best."""
     resume: str | None
-    """A run folder or a checkpoint in it: the run goes on there. Null: a new run."""
+    """A run folder or a checkpoint in it: the run goes on there. auto: the newest unfinished run of this configuration
+    under outputs/<name> (or in run.dir), else a new one. Null: a new run."""
+    stop_after: Count | None
+    """Optimizer step after which the run saves and stops as planned; train.resume goes on."""
+    stop_after_s: Annotated[float, Bound(above=0)] | None
+    """The same after so many seconds, counted from when the ranks have found each other."""
+    deterministic: bool
+    """The same bits from the same run on a GPU: torch's deterministic kernels, which are slower."""
 
 
 @dataclass

@@ -1,79 +1,364 @@
-"""DeepSpeed checkpoints of a run: save, prune, find, load."""
+"""Checkpoints of a live run: copied to the host at once, written by a thread, whole or not there; and put back."""
 
 from __future__ import annotations
 
-import shutil
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glmexp.config.errors import ArtifactError, Problem
-from glmexp.engine import distributed
+from glmexp.engine import checkpoint_files as files
+from glmexp.engine import distributed, rng, states
+from glmexp.engine.checkpoint_files import Entry
 
-FOLDER = "checkpoints"
-_LATEST = "latest"
+log = logging.getLogger(__name__)
+
+_FIRST_CHUNK = 1 << 24
+_LAST_CHUNK = 1 << 28
+_POLL_S = 0.05
 
 
-def save(engine: Any, run_folder: Path, step: int, keep: int) -> None:
-    """Write ``checkpoints/step-<n>`` (what is trained, optimizer, schedule, each rank's RNG). Collective.
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. The earlier ones are as they were."""
 
-    Frozen weights are left out: they come from the base again.
+
+class HostCopy:
+    """A stream of bytes in host memory that is used again for each save: the first one alone pays for it.
+
+    Page-locked where there is a GPU, in chunks that are powers of two, since torch rounds such memory up to them.
     """
-    folder = run_folder / FOLDER
-    tag = f"step-{step}"
-    engine.save_checkpoint(
-        folder, tag=tag, client_state={"step": step}, save_latest=True, exclude_frozen_parameters=True
-    )
-    torch.save(_rng_state(), folder / tag / f"rng-rank{distributed.rank()}.pt")
-    distributed.barrier()
-    if distributed.rank() == 0:
-        steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
-        for old in steps[:-keep]:
-            shutil.rmtree(folder / f"step-{old}")
+
+    def __init__(self) -> None:
+        self._chunks: list[torch.Tensor] = []
+        self._used = 0
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._used = 0
+
+    def append(self, tensor: torch.Tensor) -> None:
+        """Copy a flat tensor's bytes; whole after ``finish``."""
+        source = tensor.detach().contiguous().view(torch.uint8)
+        done = 0
+        while done < len(source):
+            chunk, place = self._room()
+            count = min(len(source) - done, len(chunk) - place)
+            chunk[place : place + count].copy_(source[done : done + count], non_blocking=True)
+            done += count
+            self._used += count
+
+    def finish(self) -> None:
+        """Wait for the copies."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def parts(self) -> Iterator[memoryview]:
+        """All bytes in order."""
+        left = self._used
+        for chunk in self._chunks:
+            if left <= 0:
+                return
+            yield chunk[: min(left, len(chunk))].numpy().data
+            left -= len(chunk)
+
+    def _room(self) -> tuple[torch.Tensor, int]:
+        """The chunk that the next byte goes to, and its place there."""
+        place = self._used
+        for chunk in self._chunks:
+            if place < len(chunk):
+                return chunk, place
+            place -= len(chunk)
+        size = min(_LAST_CHUNK, _FIRST_CHUNK << len(self._chunks))
+        self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+        return self._chunks[-1], 0
 
 
-def tag_to_resume(resume: Path, run_folder: Path) -> str:
-    """The checkpoint that ``train.resume`` means: the one it names, else the run's latest. Raises ArtifactError."""
-    if resume.absolute() != run_folder and resume.parent.name == FOLDER:
-        return resume.name
-    latest = run_folder / FOLDER / _LATEST
-    if not latest.exists():
-        raise ArtifactError(
-            Problem("train.resume", f"{run_folder} holds no checkpoint", "runs write them with train.save_steps=N")
+@dataclass
+class Saver:
+    """Writes the checkpoints of one run. Every method but ``judge`` is collective, in the same order on all ranks."""
+
+    engine: Any
+    run_folder: Path
+    keep: int
+    """Newest checkpoints that are kept."""
+    token: str
+    """The same word on all ranks and another in each process: two lives of a run share no folder of a save."""
+    lowest_is_best: bool = True
+    _host: HostCopy = field(default_factory=HostCopy, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _judged: dict[str, Any] | None = field(default=None, init=False)
+    """What ``judge`` found of the checkpoint that is being written."""
+
+    def save(self, step: int, about: dict[str, Any]) -> dict[str, float]:
+        """Copy the state after ``step`` to the host and let a thread write it. Returns the seconds of waiting and
+        copying.
+
+        about: goes to ``state.json``. Raises CheckpointError where the save before failed, NonFiniteState where weights
+        or moments are not finite: such a state is not kept.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter()
+        entries, extra = self._copy(step)
+        folder = self.run_folder / files.FOLDER / f".{files.step_name(step)}.{self.token}"
+        state = {
+            "layout": files.LAYOUT,
+            "step": step,
+            "ranks": distributed.world_size(),
+            "counters": states.counters(self.engine),
+            "shapes": states.shapes(self.engine),
+            **about,
+        }
+        self._step, self._error, self._judged = step, None, None
+        arguments = (folder, distributed.rank(), distributed.world_size(), entries, extra, state)
+        self._thread = threading.Thread(target=self._guarded, args=arguments, name=f"checkpoint {step}", daemon=True)
+        self._thread.start()
+        return {"wait": waited - begun, "copy": time.perf_counter() - waited}
+
+    def check(self) -> None:
+        """Raise CheckpointError where the thread has failed meanwhile; waits for nothing."""
+        if self._error is not None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last save is on the disk (on rank 0: under its name). Raises CheckpointError."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise CheckpointError(self._failure(error)) from error
+        if self._judged is not None:
+            self._crown(self._judged)
+            self._judged = None
+
+    def close(self) -> None:
+        """Until the last save is whole for all ranks."""
+        self.wait()
+        distributed.barrier()
+
+    def judge(self, step: int, metric: str, value: float) -> None:
+        """On rank 0: the checkpoint of ``step``, where there is one, has this value of ``train.keep_best``."""
+        found = {"step": step, "metric": metric, "value": value}
+        if step == self._step and self._thread is not None and self._thread.is_alive():
+            self._judged = found  # its folder may not have its name yet
+        elif step in files.steps(self.run_folder):
+            self._crown(found)
+
+    def _crown(self, found: dict[str, Any]) -> None:
+        best = files.read_best(self.run_folder)
+        if not math.isfinite(found["value"]):
+            return
+        sign = 1 if self.lowest_is_best else -1
+        if best is None or best["metric"] != found["metric"] or sign * found["value"] < sign * best["value"]:
+            files.write_json(self.run_folder / files.FOLDER / files.BEST, found)
+
+    def _copy(self, step: int) -> tuple[list[Entry], dict[str, str]]:
+        """This rank's pieces and random numbers into host memory. Collective: all ranks know if one is not finite."""
+        entries: list[Entry] = []
+        sums: list[torch.Tensor] = []
+        adam_steps: dict[str, float] = {}
+        self._host.clear()
+
+        def take(piece: states.Piece) -> None:
+            for kind in states.KINDS:
+                tensor = piece.tensors.get(kind)
+                if tensor is None:
+                    tensor = torch.zeros(piece.length)
+                entries.append(Entry(f"{kind}:{piece.name}@{piece.offset}", "F32", piece.length))
+                self._host.append(tensor)
+                sums.append(tensor.sum())
+            adam_steps[piece.name] = piece.step
+
+        states.read(self.engine, take)
+        tensors, plain = rng.state()
+        for name, tensor in tensors.items():
+            entries.append(Entry(f"rng:{name}", "U8", len(tensor)))
+            self._host.append(tensor)
+        self._host.finish()
+        spoiled = [entry.name for entry, total in zip(entries, sums, strict=False) if not math.isfinite(total)]
+        if distributed.sum_over_ranks([float(len(spoiled))])[0]:
+            raise NonFiniteState(step, spoiled)
+        return entries, {"format": "pt", "rng": json.dumps(plain), "steps": json.dumps(adam_steps)}
+
+    def _guarded(self, folder: Path, *arguments: Any) -> None:
+        try:
+            self._write(folder, *arguments)
+        except BaseException as error:  # noqa: BLE001 - handed to the training thread
+            self._error = error
+            files.discard(folder)  # a full disk has room for the run's last words again
+
+    def _write(
+        self, folder: Path, rank: int, ranks: int, entries: list[Entry], extra: dict[str, str], state: dict[str, Any]
+    ) -> None:
+        """What the thread does: this rank's file; on rank 0, when all are there, the folder's name."""
+        begun = time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        name = files.rank_file(rank)
+        written = files.write_tensors(folder / name, entries, extra, self._host.parts())
+        part = folder / f".{name}.json"
+        files.write_json(part, {"bytes": written.bytes, "crc32": written.crc32})
+        if rank == 0:
+            state["files"] = {files.rank_file(one): _part(folder, one) for one in range(ranks)}
+            files.write_json(folder / files.STATE, state)
+            publish(self.run_folder, folder, state["step"])
+            files.prune(self.run_folder, self.keep)
+        log.info("checkpoint %s: %d bytes in %.2f s", folder.name, written.bytes, time.perf_counter() - begun)
+
+    def _failure(self, error: BaseException) -> str:
+        kept = files.steps(self.run_folder)
+        rest = f"the last whole one is step {kept[-1]}, which train.resume takes up" if kept else "there is none before"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        return (
+            f"the checkpoint of step {self._step} could not be written to {self.run_folder / files.FOLDER}: {reason}; "
+            f"{rest}. Make room there (train.keep_checkpoints is {self.keep}), then train.resume={self.run_folder}"
         )
-    return latest.read_text(encoding="utf-8").strip()
 
 
-def load(engine: Any, run_folder: Path, tag: str) -> int:
-    """Load what ``save`` wrote. Returns the number of optimizer steps done. Collective."""
-    folder = run_folder / FOLDER
-    path, state = engine.load_checkpoint(folder, tag=tag, load_module_strict=False)
-    if path is None:
-        raise ArtifactError(Problem("train.resume", f"{folder / tag} is no whole checkpoint", "name an earlier one"))
-    rng = folder / tag / f"rng-rank{distributed.rank()}.pt"
-    _set_rng_state(torch.load(rng, weights_only=True))
-    return int(state["step"])
+class NonFiniteState(RuntimeError):
+    """Weights or moments are nan or inf; nothing of them is kept."""
+
+    def __init__(self, step: int, names: list[str]) -> None:
+        where = f" ({', '.join(names[:3])})" if names else " (on another rank)"
+        super().__init__(f"weights or moments after optimizer step {step} are not finite{where}; nothing is saved")
 
 
-def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def publish(run_folder: Path, folder: Path, step: int) -> None:
+    """Give a written folder its name, and say that it is the newest."""
+    for part in folder.glob(".rank-*.json"):
+        part.unlink()
+    files.sync_folder(folder)
+    final = run_folder / files.FOLDER / files.step_name(step)
+    if final.exists():
+        files.remove(run_folder, step)
+    folder.rename(final)
+    files.sync_folder(final.parent)
+    files.write_text(final.parent / files.LATEST, final.name + "\n")
 
 
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def _part(folder: Path, rank: int) -> dict[str, int]:
+    """Size and checksum of a rank's file, as soon as it is there: the ranks share this folder and nothing else in a
+    thread."""
+    part = folder / f".{files.rank_file(rank)}.json"
+    while not part.exists():
+        time.sleep(_POLL_S)
+    return json.loads(part.read_text(encoding="utf-8"))
 
 
-class UntouchedRng:
-    """Context manager: random numbers drawn inside do not change those drawn after it."""
+# -- reading ---------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> None:
-        self._state = _rng_state()
 
-    def __exit__(self, *_: object) -> None:
-        _set_rng_state(self._state)
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from."""
+
+    folder: Path
+    state: dict[str, Any]
+    notes: list[str]
+    """What a person should know: damaged ones that were passed over, saves that were cut off."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.state["step"])
+
+
+def find(run_folder: Path, named: str | None) -> Found | None:
+    """The checkpoint ``named``, else the newest whole one; None where there is none. Collective: ranks share the
+    reading.
+
+    Raises ArtifactError where the named one is damaged, or all are.
+    """
+    notes = [f"the save of {_cut_off(path)} was cut off and is not used" for path in files.unfinished(run_folder)]
+    names = [named] if named is not None else [files.step_name(step) for step in reversed(files.steps(run_folder))]
+    for name in names:
+        folder = run_folder / files.FOLDER / name
+        faults = _faults_of_all(folder)
+        if not faults:
+            return Found(folder, files.read_state(folder), notes)
+        notes.append(f"{folder} is damaged: {'; '.join(faults)}")
+    if not names:
+        return None
+    others = ", ".join(files.step_name(step) for step in files.steps(run_folder) if files.step_name(step) not in names)
+    raise ArtifactError(
+        *(Problem("train.resume", note, f"name another one: {others}" if others else "train anew") for note in notes)
+    )
+
+
+def _cut_off(path: Path) -> str:
+    return path.name.split(".")[1].replace("-", " ")
+
+
+def _faults_of_all(folder: Path) -> list[str]:
+    rank, ranks = distributed.rank(), distributed.world_size()
+    mine = files.faults(folder, rank, ranks)
+    return list(dict.fromkeys(fault for found in distributed.gather_to_all(mine) for fault in found))
+
+
+def load(engine: Any, found: Found, seed: int, grad_accum: int) -> None:
+    """Put the state into the engine, whatever arrangement wrote it. Collective.
+
+    Ranks that were there take their own random numbers, others begin some of their own. Raises ArtifactError where
+    other parameters are trained now.
+    """
+    _check_shapes(found, states.shapes(engine))
+    pieces = files.Pieces(found.folder, sorted(found.state["files"]))
+
+    def fill(piece: states.Piece) -> float:
+        for kind in states.KINDS:
+            pieces.fill(kind, piece.name, piece.offset, piece.tensors[kind])
+        return pieces.steps[piece.name]
+
+    states.write(engine, fill)
+    states.set_counters(engine, found.state["counters"], grad_accum)
+    rank = distributed.rank()
+    if found.state["ranks"] == distributed.world_size():
+        own = files.RankFile(found.folder / files.rank_file(rank))
+        names = [name for name in own.names if name.startswith("rng:")]
+        tensors = {name.removeprefix("rng:"): own.tensor(name) for name in names}
+        rng.set_state(tensors, json.loads(own.about["rng"]))
+    else:
+        torch.manual_seed(seed + 1_000_003 * found.step + rank)
+
+
+def _check_shapes(found: Found, now: dict[str, tuple[int, ...]]) -> None:
+    saved = {name: tuple(shape) for name, shape in found.state["shapes"].items()}
+    other = [
+        f"{name} {now.get(name, 'not trained')} now, {saved.get(name, 'not trained')} in the checkpoint"
+        for name in sorted({*now, *saved})
+        if now.get(name) != saved.get(name)
+    ]
+    if other:
+        raise ArtifactError(
+            Problem(
+                "train.resume",
+                f"{found.folder} trained other tensors: {'; '.join(other[:3])} ({len(other)} in all)",
+                "resume with the model and the method of the run",
+            )
+        )
+
+
+def forget_after(run_folder: Path, step: int) -> list[str]:
+    """On rank 0, going on from ``step``: later checkpoints and cut-off saves belong to a life that is given up."""
+    for path in files.unfinished(run_folder):
+        files.discard(path)
+    later = [one for one in files.steps(run_folder) if one > step]
+    for one in later:
+        files.remove(run_folder, one)
+    best = files.read_best(run_folder)
+    if best is not None and best["step"] > step:
+        (run_folder / files.FOLDER / files.BEST).unlink()
+    if not later:
+        return []
+    files.write_text(run_folder / files.FOLDER / files.LATEST, files.step_name(step) + "\n")
+    return [f"checkpoints of later steps are taken away: {', '.join(map(str, later))}; the run goes on from {step}"]

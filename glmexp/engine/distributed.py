@@ -52,6 +52,16 @@ def join(timeout_s: float, store: dist.Store) -> None:
     )
 
 
+def be_deterministic() -> None:
+    """The same bits from the same run: torch's deterministic kernels, errors where an operation has none.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
 def avoid_op_builds() -> None:
     """Keep DeepSpeed from compiling its shared-memory all-reduce (47 s, needs a compiler) for tensor-parallel
     inference.
@@ -104,6 +114,24 @@ def gather_to_first(value: Any) -> list[Any] | None:
     parts: list[Any] | None = [None] * world_size() if rank() == 0 else None
     dist.gather_object(value, parts, dst=0)
     return parts
+
+
+def gather_to_all(value: Any) -> list[Any]:
+    """All ranks' values on every rank, in rank order."""
+    if world_size() == 1:
+        return [value]
+    parts: list[Any] = [None] * world_size()
+    dist.all_gather_object(parts, value)
+    return parts
+
+
+def from_first(value: Any) -> Any:
+    """Rank 0's value on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def barrier() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from glmexp.engine import distributed, host
+from glmexp.engine import distributed, host, states
+from glmexp.engine.gradients import GradientWatch
 from glmexp.engine.loss import forward_loss, padded_inputs, supervised_tokens
 from glmexp.engine.perf import Stopwatch, peak_memory_bytes
+from glmexp.engine.stop import StopPoint
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, float]
@@ -19,6 +22,10 @@ Metrics = dict[str, float]
 
 class NonFiniteError(RuntimeError):
     """Loss or gradients are nan or inf: going on would only spoil the weights further."""
+
+
+FIXED_SCALE_OVERFLOWS = 10
+"""Steps in a row that a fixed loss scale may overflow in; a dynamic one is halved until it is at its minimum."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +44,38 @@ class Loop:
     """One run of optimizer steps over ``engine``.
 
     steps: (step number from 1, this rank's micro batches) in order, on the CPU, as ``data.collate`` makes them.
-    on_metrics gets every ``log_steps``-th step's metrics, after_step every step's number.
+    on_metrics gets every ``log_steps``-th step's metrics. after_step gets every step's number and why the run stops
+    after it (None: it goes on), and returns the reason that stands, the same on all ranks.
     """
 
     engine: Any
     steps: Iterable[tuple[int, Sequence[Batch]]]
     log_steps: int
     on_metrics: Callable[[int, Metrics], None]
-    after_step: Callable[[int], None]
+    after_step: Callable[[int, str | None], str | None]
     inputs: Callable[[Batch], dict[str, Any]] = padded_inputs
     """Batch on the device -> what the network gets; packed batches have masks and positions of their own."""
+    stop: StopPoint = field(default_factory=StopPoint)
+    notice: Callable[[str], None] = lambda line: None
+    """Lines that a person should see."""
+    guard: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
+    """Around each phase: says what to do where the memory does not suffice."""
+    _watch: Stopwatch = field(default_factory=Stopwatch, init=False)
+    _last_finite: float = field(default=math.nan, init=False)
+    _overflows: int = field(default=0, init=False)
+    """Steps in a row that fp16 has skipped."""
 
-    def run(self) -> None:
-        """Train until ``steps`` is used up. Raises NonFiniteError, naming the step and the last finite loss."""
+    def run(self) -> str | None:
+        """Train until ``steps`` is used up (None) or a reason to stop is found (the reason).
+
+        Raises NonFiniteError, naming the step and the last finite loss, and NoGradientError after the first step.
+        """
         self.engine.train()
-        watch = Stopwatch()
-        last_finite = math.nan
+        self._watch.restart()
         batches = iter(self.steps)
+        first = True
         while True:
-            with watch.phase("data"):
+            with self._phase("data"):
                 following = next(batches, None)
                 if following is not None:
                     step, micro_batches = following
@@ -63,35 +83,52 @@ class Loop:
                     size = _size_over_ranks(micro_batches)
                     micro_batches = [distributed.to_device(batch) for batch in micro_batches]
             if following is None:
-                return
+                return None
 
-            summed = self._forward_backward(micro_batches, size.supervised_tokens, watch)
-            with watch.phase("optimizer"):
+            summed = self._first(micro_batches, size) if first else self._forward_backward(micro_batches, size)
+            first = False
+            scale_before = self._loss_scale()
+            with self._phase("optimizer"):
                 early_norm, scale = self._plain_grad_norm(), self._missing_loss_scale()
-                self.engine.step()
+                self._step(step)
 
-            loss = distributed.sum_over_ranks([float(summed)])[0] / size.supervised_tokens
+            total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
+            loss = total / size.supervised_tokens
             grad_norm = self.engine.get_global_grad_norm() / scale if early_norm is None else early_norm
-            self._check_finite(step, loss, float(grad_norm), last_finite)
-            last_finite = loss
-            seconds = watch.read()
+            self._check_finite(step, loss, float(grad_norm), scale_before)
+            self._last_finite = loss
+            seconds = self._watch.read()
             if step % self.log_steps == 0:
                 self.on_metrics(step, self._metrics(loss, float(grad_norm), size, seconds))
-            self.after_step(step)
-            watch.restart()
+            reason = self.stop.reason(step, flags)
+            reason = self.after_step(step, reason)
+            if reason is not None:
+                return reason
+            self._watch.restart()
 
-    def _forward_backward(self, micro_batches: Sequence[Batch], tokens: int, watch: Stopwatch) -> torch.Tensor:
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self.guard(name), self._watch.phase(name):
+            yield
+
+    def _first(self, micro_batches: Sequence[Batch], size: StepSize) -> torch.Tensor:
+        """The first step's passes, with a look at what they reach."""
+        with GradientWatch(self.engine.module) as reached:
+            summed = self._forward_backward(micro_batches, size)
+        reached.check()
+        return summed
+
+    def _forward_backward(self, micro_batches: Sequence[Batch], size: StepSize) -> torch.Tensor:
         """Add up gradients of all micro batches; this rank's loss sum, without waiting for the device."""
         summed = torch.zeros((), dtype=torch.float64, device=distributed.device())
         for number, batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            with watch.phase("forward"):
+            with self._phase("forward"):
                 loss = forward_loss(self.engine, self.inputs(batch), batch)
-            with watch.phase("backward"):
+            with self._phase("backward"):
                 # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up
-                # by their
-                # number, and its own division by the accumulation steps is off.
-                scale = self._missing_loss_scale() * distributed.world_size() / tokens
+                # by their number, and its own division by the accumulation steps is off.
+                scale = self._missing_loss_scale() * distributed.world_size() / size.supervised_tokens
                 self.engine.backward(loss * scale, scale_wrt_gas=False)
             summed += loss.detach()
         return summed
@@ -110,15 +147,47 @@ class Loop:
         config = getattr(self.engine.optimizer, "loss_scale_config", None)
         return float(config.cur_scale) if config is not None and self.engine.fp16_enabled() else 1.0
 
-    def _check_finite(self, step: int, loss: float, grad_norm: float, last_finite: float) -> None:
-        overflowed = self.engine.fp16_enabled() and self.engine.optimizer.overflow
+    def _step(self, step: int) -> None:
+        """DeepSpeed's step; its bare Exception about the smallest loss scale in our words."""
+        try:
+            self.engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise self._no_scale_left(step, self._loss_scale()) from error
+
+    def _check_finite(self, step: int, loss: float, grad_norm: float, scale: float) -> None:
+        overflowed = self.engine.fp16_enabled() and bool(self.engine.optimizer.overflow)
         for name, value in (("loss", loss), ("gradient norm", grad_norm)):
             if not math.isfinite(value) and not (overflowed and name != "loss"):
                 raise NonFiniteError(
-                    f"{name} of optimizer step {step} is {value}; the last finite loss was {last_finite:.6g}. "
+                    f"{name} of optimizer step {step} is {value}; the last finite loss was {self._last_finite:.6g}. "
                     "Usual causes: a learning rate that is too high (optim.lr), no clipping (optim.max_grad_norm), "
                     "fp16 where bf16 would do (precision)."
                 )
+        self._overflows = self._overflows + 1 if overflowed else 0
+        if not overflowed:
+            return
+        now = self._loss_scale()
+        self.notice(
+            f"step {step}: gradients overflow fp16 at a loss scale of {scale:g}, the step is skipped "
+            f"({self.engine.skipped_steps} so far); the scale is {now:g} now"
+        )
+        least = getattr(
+            states.scaler(self.engine), "min_scale", getattr(states.scaler(self.engine), "min_loss_scale", None)
+        )
+        if (least is not None and scale <= least) or (least is None and self._overflows >= FIXED_SCALE_OVERFLOWS):
+            raise self._no_scale_left(step, scale)
+
+    def _no_scale_left(self, step: int, scale: float) -> NonFiniteError:
+        return NonFiniteError(
+            f"gradients of optimizer step {step} overflow fp16 at a loss scale of {scale:g}, which gets no smaller "
+            f"({self.engine.skipped_steps} steps skipped); the last finite loss was {self._last_finite:.6g}. "
+            "precision=bf16 has no such limit; else a lower optim.lr, or precision.min_loss_scale"
+        )
+
+    def _loss_scale(self) -> float:
+        return float(states.scaler(self.engine).cur_scale) if self.engine.fp16_enabled() else 1.0
 
     def _metrics(self, loss: float, grad_norm: float, size: StepSize, seconds: Metrics) -> Metrics:
         step_s = seconds.pop("step")

@@ -15,8 +15,8 @@ from glmexp.data.batches import eval_batches, pick
 from glmexp.data.collate import collate, collate_prompts
 from glmexp.data.prepare import Example
 from glmexp.engine import distributed
-from glmexp.engine.checkpoint import UntouchedRng
 from glmexp.engine.loss import loss_sum
+from glmexp.engine.rng import UntouchedRng
 from glmexp.entry.console import Screen
 from glmexp.eval.hook import EvalContext
 from glmexp.tracker.base import Tracker

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.load import dump
 from glmexp.config.redact import redacted
 from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.engine.build import quiet_deepspeed
 from glmexp.entry.console import Screen
+from glmexp.launcher import stopping
 from glmexp.launcher.environment import rendezvous_store
 from glmexp.launcher.folder import write_status
+from glmexp.launcher.unfinished import WAIT_S, Lock
 from glmexp.tracker.base import Guard, NoTracker, RunInfo
 from glmexp.tracker.metrics_file import MetricsFile
 
@@ -28,6 +32,7 @@ class Session:
     screen: Screen
     metrics: MetricsFile | None
     tracker: Guard
+    began: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def closing_on_failure(self) -> Iterator[None]:
@@ -58,10 +63,17 @@ def session(config: RunConfig, run_folder: Path) -> Iterator[Session]:
     import transformers
 
     transformers.set_seed(config.train.seed)
-    distributed.join(config.launcher.timeout_s, rendezvous_store(config.launcher.timeout_s))
+    if config.train.deterministic:
+        distributed.be_deterministic()
+    store = rendezvous_store(config.launcher.timeout_s)
+    distributed.join(config.launcher.timeout_s, store)
     quiet_deepspeed()
-    first = distributed.rank() == 0
+    ear = stopping.listener()
+    if ear is not None and config.entry.name == "train":
+        ear.offer(store, distributed.world_size(), grace_s=config.launcher.timeout_s)
+    first, lock = distributed.rank() == 0, Lock(run_folder)
     if first:
+        _alone_in(run_folder, lock)
         write_status(run_folder, "running")
     screen = Screen(active=first)
     here = Session(
@@ -80,3 +92,13 @@ def session(config: RunConfig, run_folder: Path) -> Iterator[Session]:
             yield here
     finally:
         distributed.leave()
+        if config.launcher.name == "inprocess":
+            lock.release()  # elsewhere the process is about to end, and the proof is still to be written
+
+
+def _alone_in(run_folder: Path, lock: Lock) -> None:
+    """Keep others from writing in this folder until the process ends; ranks of an earlier life get time to end."""
+    if not lock.take(WAIT_S):
+        raise ConfigError(
+            Problem(str(run_folder), "another process trains in this folder", "wait for its end, or end it")
+        )

@@ -16,7 +16,7 @@ from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import run_of
 from glmexp.config.registry import option
 from glmexp.config.schema import ModelSection, RunConfig
-from glmexp.engine import ds_files, sharded
+from glmexp.engine import checkpoint, checkpoint_files, ds_files, sharded
 from glmexp.engine.build import DTYPES
 from glmexp.engine.ds_files import Lazy
 from glmexp.entry import artifact
@@ -116,12 +116,14 @@ def _saved(folder: Path, source: Source) -> Lazy:
 
 
 def _of_checkpoint(path: Path, run: Path, config: RunConfig) -> Source:
-    folder = ds_files.find(path / "checkpoints" if path == run else path)
-    if folder is None:
+    found = checkpoint.find(run, path.name if path.parent.name == checkpoint_files.FOLDER else None)
+    if found is None:
         raise ArtifactError(Problem("artifact.path", f"{path} holds no artifact and no checkpoint", RECOGNISED))
-    trained, what = ds_files.read(folder)
-    words = f"the checkpoint {folder}: {what}"
-    return Source(folder, words, config.model, config.method, trained, config.precision.dtype, None, run, partial=True)
+    trained, ranks = checkpoint_files.masters(found.folder), found.state["ranks"]
+    notes = "".join(f"; {note}" for note in found.notes)
+    words = f"the checkpoint {found.folder}: float32 masters of {ranks} rank{'s' if ranks > 1 else ''}{notes}"
+    dtype = config.precision.dtype
+    return Source(found.folder, words, config.model, config.method, trained, dtype, None, run, partial=True)
 
 
 def _of_deepspeed(path: Path, folder: Path, config: RunConfig) -> Source:

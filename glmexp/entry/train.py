@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glmexp.config.ds_config import lower
+from glmexp.config.errors import EXIT_STOPPED
 from glmexp.config.families import FAMILIES
 from glmexp.config.model_rules import attention_kind
 from glmexp.config.schema import RunConfig
@@ -19,15 +20,18 @@ from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
 from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
-from glmexp.engine import build, checkpoint, compiled, distributed
+from glmexp.engine import build, compiled, distributed
 from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
-from glmexp.entry import artifact, gate, proof
+from glmexp.engine.out_of_memory import explained
+from glmexp.engine.stop import StopPoint
+from glmexp.entry import artifact, gate, proof, resume
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session, session
 from glmexp.launcher.folder import write_json, write_status
+from glmexp.launcher.stopping import Phase, listener
 from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.renderer import Renderer, renderer
 
@@ -40,6 +44,8 @@ def run(config: RunConfig, run_folder: Path) -> int:
     data = prepare(config.data, config.train.seed, template)
     with session(config, run_folder) as here:
         result = _train(here, template, data)
+    if isinstance(result, Stopped):
+        return result.exit_code
     # The process group is left: a fresh process judges the artifact with the device to itself.
     gc.collect()
     if torch.cuda.is_available():
@@ -49,27 +55,41 @@ def run(config: RunConfig, run_folder: Path) -> int:
     return 0
 
 
-def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str], Evaluation, int, int] | None:
-    """Everything that all ranks do together. On rank 0: (faults found so far, evaluation, first step, last step)."""
+@dataclass(frozen=True)
+class Stopped:
+    """The run was ended on purpose before its last step, and can go on."""
+
+    exit_code: int
+
+
+Result = tuple[list[str], Evaluation, int, int] | Stopped | None
+"""On rank 0: (faults found so far, evaluation, first step, last step)."""
+
+
+def _train(here: Session, template: Renderer, data: Prepared) -> Result:
+    """Everything that all ranks do together."""
     config, method = here.config, here.config.method
     batches = Batches.of(data.train, config.data, config.train.seed, template.pad_id)
     plan = _plan(config, batches)
     total = plan.total_steps(config.train.epochs, config.train.max_steps)
 
     ds_config = lower(config, distributed.world_size())
-    with build.partitioned_loading(ds_config):
-        kind, _ = attention_kind(config)
-        network = load_network(replace(config.model, attention=kind), build.DTYPES[config.precision.dtype])
-    model = method.apply(network, FAMILIES[config.model.family])
-    if config.train.gradient_checkpointing:
-        _recompute_activations(model)
-    parameters = build.count(build.trainable(model) + build.frozen(model))
-    compiling = compiled.wanted(config.train.compile, config.data.packing, config.zero.stage, parameters)
-    if compiling:
-        compiled.compile_blocks(_network(model))
-    engine = build.initialize(model, config, ds_config, total)
+    with explained("loading the model", config, lambda: None):
+        with build.partitioned_loading(ds_config):
+            kind, _ = attention_kind(config)
+            network = load_network(replace(config.model, attention=kind), build.DTYPES[config.precision.dtype])
+        model = method.apply(network, FAMILIES[config.model.family])
+        if config.train.gradient_checkpointing:
+            _recompute_activations(model)
+        parameters = build.count(build.trainable(model) + build.frozen(model))
+        compiling = compiled.wanted(config.train.compile, config.data.packing, config.zero.stage, parameters)
+        if compiling:
+            compiled.compile_blocks(_network(model))
+        engine = build.initialize(model, config, ds_config, total)
     start = proof.before(engine)
-    done = _resume(here, engine)
+    evaluation = _evaluation(here, engine, template, data)
+    keeper = resume.begin(here, engine, plan, data, template, start, evaluation)
+    done = keeper.done
     if here.screen.active:
         write_json(here.folder / "ds_config.json", ds_config)
         write_json(here.folder / "data.json", data.record())
@@ -78,22 +98,17 @@ def _train(here: Session, template: Renderer, data: Prepared) -> tuple[list[str]
         here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done, compiling))
 
     here.screen.lines([gate.check(engine, config, plan, batches, template, _inputs(config, template))])
-    evaluation = Evaluation(
-        settings=config.eval,
-        model=engine,
-        network=engine.module,
-        synced=config.zero.stage == 3 and distributed.world_size() > 1,
-        renderer=template,
-        examples=data.eval,
-        samples=here.folder / "samples",
-        record=here.record,
-        tracker=here.tracker,
-        screen=here.screen,
-    )
-    if done == 0:
-        evaluation.run(0, all_hooks=True)
-    _loop(here, engine, plan, batches, template, evaluation, done, total)
-    final = evaluation.run(total, all_hooks=True)
+    with explained("evaluation", config, lambda: engine.module):
+        if done == 0:
+            keeper.check_metric(evaluation.run(0, all_hooks=True))
+        elif done < total and evaluation.due(done) and not resume.evaluated(here, done):
+            keeper.judge(done, evaluation.run(done, all_hooks=False))  # the run was ended before it
+        reason, stop = _loop(here, engine, plan, batches, template, evaluation, keeper, total)
+        if reason is not None:
+            return _stop(here, keeper, reason, stop)
+        final = evaluation.run(total, all_hooks=True)
+    keeper.judge(total, final)
+    keeper.saver.close()
     here.tracker.summary(final)
 
     engine.eval()
@@ -121,15 +136,46 @@ def _network(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _resume(here: Session, engine: Any) -> int:
-    """Load the checkpoint that train.resume means and cut the records back to it. Returns the steps done."""
-    resume = here.config.train.resume
-    if resume is None:
-        return 0
-    done = checkpoint.load(engine, here.folder, checkpoint.tag_to_resume(Path(resume), here.folder))
-    if here.metrics is not None:
-        here.metrics.truncate_after(done)
-    return done
+def _evaluation(here: Session, engine: Any, template: Renderer, data: Prepared) -> Evaluation:
+    """The chosen hooks on the live model."""
+    return Evaluation(
+        settings=here.config.eval,
+        model=engine,
+        network=engine.module,
+        synced=here.config.zero.stage == 3 and distributed.world_size() > 1,
+        renderer=template,
+        examples=data.eval,
+        samples=here.folder / "samples",
+        record=here.record,
+        tracker=here.tracker,
+        screen=here.screen,
+    )
+
+
+def _stop(here: Session, keeper: resume.Keeper, reason: str, stop: StopPoint) -> Stopped:
+    """Everything is on the disk before the first rank ends: a launcher ends the others then. Collective."""
+    keeper.saver.close()
+    if here.screen.active:
+        lines = here.tracker.finish("stopped")
+        write_status(here.folder, "stopped", steps=keeper.saved, reason=reason)
+        where = relative(here.folder)
+        here.screen.lines(
+            [
+                f"stopped after step {keeper.saved} ({reason}); everything is in {where}",
+                *lines,
+                f"go on: python -m glmexp train.resume={where}",
+            ]
+        )
+    _phase("stopped")
+    distributed.barrier()
+    return Stopped(EXIT_STOPPED if stop.by_signal else 0)
+
+
+def _phase(phase: Phase) -> None:
+    """What a signal would interrupt from here on."""
+    ear = listener()
+    if ear is not None:
+        ear.phase = phase
 
 
 def _loop(
@@ -139,28 +185,40 @@ def _loop(
     batches: Batches,
     template: Renderer,
     evaluation: Evaluation,
-    done: int,
+    keeper: resume.Keeper,
     total: int,
-) -> None:
-    """The optimizer steps from ``done`` to ``total``, with evaluation and checkpoints between them."""
-    train, data = here.config.train, here.config.data
+) -> tuple[str | None, StopPoint]:
+    """The optimizer steps up to ``total``, with evaluation and checkpoints between them. Returns why it ended early."""
+    train, data, done = here.config.train, here.config.data, keeper.done
+    ear = listener()
+    stop = StopPoint(train.stop_after, train.stop_after_s, lambda: ear is not None and ear.agreed, here.began)
     workers = threads(data.num_workers, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
         made = ahead(lambda step: batches.step(plan, step), range(done, total), workers, data.prefetch)
         return ((step + 1, micro_batches) for step, micro_batches in made)
 
-    def after_step(step: int) -> None:
-        if train.save_steps is not None and step % train.save_steps == 0:
-            checkpoint.save(engine, here.folder, step, train.keep_checkpoints)
-        if step < total and evaluation.due(step):
-            evaluation.run(step, all_hooks=False)
+    def after_step(step: int, reason: str | None) -> str | None:
+        keeper.saver.check()
+        if step == total:
+            reason = None  # it is done
+        last = step == total and train.save_steps is not None
+        if reason is not None or last or (train.save_steps is not None and step % train.save_steps == 0):
+            keeper.save(step, evaluation)
+        if reason is None and step < total and evaluation.due(step):
+            metrics = evaluation.run(step, all_hooks=False)
+            keeper.judge(step, metrics)
+            reason = stop.reason(step, distributed.sum_over_ranks(stop.flags()))  # it may have taken long
+            if reason is not None:
+                keeper.save(step, evaluation)
+        return reason
 
     swap = SwapWatch()
     with here.screen.progress(total, done) as bar:
 
         def on_metrics(step: int, metrics: dict[str, float]) -> None:
-            here.record(step, {**metrics, "train/epoch": plan.epoch(step)})
+            here.record(step, {**metrics, "train/epoch": plan.epoch(step), **keeper.spent})
+            keeper.spent.clear()
             evaluation.train_losses.append(metrics["train/loss"])
             bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
             swaps = swap.line(step)
@@ -168,7 +226,21 @@ def _loop(
                 here.screen.lines([swaps])
 
         inputs = _inputs(here.config, template)
-        Loop(engine, steps(), train.log_steps, on_metrics, after_step, inputs).run()
+        loop = Loop(
+            engine=engine,
+            steps=steps(),
+            log_steps=train.log_steps,
+            on_metrics=on_metrics,
+            after_step=after_step,
+            inputs=inputs,
+            stop=stop,
+            notice=lambda line: here.screen.lines([line]),
+            guard=lambda phase: explained(phase, here.config, lambda: engine.module),
+        )
+        _phase("loop")
+        reason = loop.run()
+        _phase("end")
+    return reason, stop
 
 
 def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str, Any]]:

@@ -14,21 +14,30 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.identity import identity
+from glmexp.config.inherit import AUTO
 from glmexp.config.load import write
 from glmexp.config.schema import RunConfig
 
 CONFIG = "config.yaml"
 STATUS = "status.json"
+ENVIRONMENT = "environment.json"
 FAILURES = "failures"
 _RECORDED = ("torch", "deepspeed", "transformers", "peft", "hydra-core", "omegaconf", "wandb", "glmexp")
 
 
-def make(config: RunConfig) -> Path:
+def make(config: RunConfig, composed: str | None = None, unfinished: Path | None = None) -> Path:
     """Create the run folder, or take up the one that is resumed; write config.yaml and environment.json.
+
+    composed: the identity of the configuration before the machine decided anything in it. unfinished: what
+    ``train.resume=auto`` has found.
 
     ``mkdir`` decides between runs of the same second, so no two share a folder.
     """
-    if config.train.resume is not None:
+    if unfinished is not None:
+        folder = unfinished
+    elif config.train.resume not in (None, AUTO):
+        assert config.train.resume is not None
         folder = run_of_checkpoint(Path(config.train.resume))
     elif config.run.dir is not None:
         folder = Path(config.run.dir).absolute()
@@ -48,7 +57,7 @@ def make(config: RunConfig) -> Path:
     config.run.dir = str(folder)
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     write(config, folder / CONFIG)
-    write_json(folder / "environment.json", _environment(config))
+    write_json(folder / ENVIRONMENT, {"identity": composed or identity(config), **_environment(config)})
     write_status(folder, "starting")
     return folder
 
@@ -116,7 +125,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_status(folder: Path, state: str, **more: Any) -> None:
-    """``status.json``: state is starting, running, finished or failed; the rest says why and how far."""
+    """``status.json``: state is starting, running, finished, stopped (can go on) or failed; the rest says why."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(folder / STATUS, {"state": state, "time": now, "pid": os.getpid(), **more})
 

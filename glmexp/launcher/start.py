@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from glmexp.config import redact
-from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE
+from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USER_MISTAKE
+from glmexp.config.identity import identity
+from glmexp.config.inherit import AUTO
 from glmexp.config.load import dump
 from glmexp.config.schema import RunConfig
-from glmexp.launcher import failures, folder, needs
+from glmexp.launcher import failures, folder, needs, unfinished
 from glmexp.launcher.ranks import Outside, outside_ranks
+from glmexp.launcher.stopping import POLITE, SAME_REQUEST_S
 
 RUN_FOLDER_KEY = "glmexp/run_folder"
 
@@ -25,9 +32,13 @@ RunRank = Callable[[Path, bool], int]
 
 def start(config: RunConfig, run_rank: RunRank) -> int:
     """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
+    composed, going_on = identity(config), unfinished.find(config)
     config = needs.prepare(config)
     redact.hand_on(dump(config))
-    run_folder = folder.make(config)
+    run_folder = folder.make(config, composed, going_on)
+    if config.train.resume == AUTO:
+        found = "no unfinished run of this configuration, a new one" if going_on is None else "going on with"
+        print(f"train.resume=auto: {found}: {run_folder}", flush=True)
     if config.launcher.name == "env":
         return _lead(config, run_folder, run_rank)
     if config.launcher.name == "inprocess" or config.entry.name in ALONE:
@@ -56,17 +67,61 @@ def _local(config: RunConfig, run_folder: Path) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
+        # The polite ones are handed on to the ranks, which save; the agent would end them.
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",
     )
-    with rank_environment(config):
+    with rank_environment(config), _handing_on_signals():
         try:
             elastic_launch(launch, sys.executable)("-m", "glmexp.worker", str(run_folder))
         except ChildFailedError as error:
+            if folder.read_status(run_folder)["state"] == "stopped":
+                print(f"stopped: train.resume={run_folder} goes on, or the same line with train.resume=auto")
+                return EXIT_STOPPED
             return _failed(run_folder, ranks, {rank: one.exitcode for rank, one in error.failures.items()})
         except SignalException as interrupt:
             number = int(interrupt.sigval)
             failures.report(run_folder, failures.of_signal(0, number), ranks)
             return 128 + number
     return 0
+
+
+@contextmanager
+def _handing_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 go to the ranks, which agree, save and end; a second one ends all at once."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    asked: list[float] = []
+
+    def hand_on(number: int, _: object) -> None:
+        ranks = _own_ranks()
+        now = time.monotonic()
+        if not ranks or (asked and now - asked[0] > SAME_REQUEST_S):
+            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
+        if not asked:
+            asked.append(now)
+            print("asked to stop: saving after this step (a second signal ends at once)", flush=True)
+            for pid in ranks:
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in POLITE}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _own_ranks() -> list[int]:
+    """Processes of the ranks that this one has started (Linux)."""
+    found = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text(encoding="ascii").split():
+            try:
+                if b"glmexp.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has just ended
+    return found
 
 
 def _failed(run_folder: Path, ranks: int, exit_codes: dict[int, int]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-Status = Literal["finished", "failed"]
+Status = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class WandbTracker:
         run, self._run = self._run, None
         folder = Path(run.settings.sync_dir)
         url = run.url if self._online else None
-        run.finish(exit_code=0 if status == "finished" else 1)
+        run.finish(exit_code=1 if status == "failed" else 0)
         place = shlex.quote(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder))
         lines = [f"read the metrics here: wandb leet run {place}"]
         return [*lines, f"or there: {url}"] if url else [*lines, f"upload them: wandb sync {place}"]

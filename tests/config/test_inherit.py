@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from glmexp.config import inherit
 from glmexp.config.load import dump, flatten, write
 from glmexp.config.schema import RunConfig
 from tests.config.helpers import asked, config, refusal, rows_file
@@ -66,10 +67,10 @@ def test_what_does_not_decide_the_training_may_change(run: Path) -> None:
         ("method.num_layers=1", "method.num_layers: 1 (from the command line), but the resumed run has 2 (in "),
         ("optim.lr=1e-3", "optim.lr: 0.001 (from the command line), but the resumed run has 0.0003"),
         ("method=lora", "method.name: 'lora' (from method=lora on the command line), but the resumed run has 'freeze'"),
-        ("zero=stage2 offload=none", "zero.stage: 2 (from zero=stage2 on the command line), but the resumed run has 3"),
         ("precision=bf16", "precision.dtype: 'bf16' (from precision=bf16 on the command line)"),
         ("train.seed=7", "train.seed: 7 (from the command line), but the resumed run has 42"),
-        ("launcher.nproc=2", "train.resume: the run was saved with 1 ranks, now 2"),
+        ("launcher.nproc=3", "train.batch_size: 4 rows cannot be split"),
+        ("train.batch_size=8", "train.batch_size: 8 (from the command line), but the resumed run has 4"),
         ("method.rank=4", "method.rank: belongs to method=lora"),
         ("run.dir=elsewhere", "run.dir: train.resume goes on in the resumed run's own folder"),
     ],
@@ -78,6 +79,32 @@ def test_a_resume_that_would_train_something_else_is_refused(run: Path, word: st
     text = refusal(f"train.resume={run}", *word.split())
     assert text.startswith("config error:")
     assert part in text
+
+
+def test_stage_offload_ranks_and_place_of_the_data_may_change_and_the_batch_stays(run: Path, tmp_path: Path) -> None:
+    moved = rows_file(tmp_path / "moved.jsonl")
+    resumed = config(
+        f"train.resume={run}", "zero=stage2", "offload=none", "launcher.nproc=2", f"data.train_file={moved}"
+    )
+    assert (resumed.zero.stage, resumed.offload.optimizer, resumed.data.train_file) == (2, None, moved)
+    train = resumed.train
+    assert (train.micro_batch_size, train.grad_accum, train.batch_size) == (2, 1, 4)
+    train = config(f"train.resume={run}", "train.micro_batch_size=1").train
+    assert (train.micro_batch_size, train.grad_accum, train.batch_size) == (1, 4, 4)
+    train = config(f"train.resume={run}", "train.grad_accum=2", "launcher.nproc=2").train
+    assert (train.micro_batch_size, train.grad_accum, train.batch_size) == (1, 2, 4)
+
+
+def test_what_differs_between_two_whole_configurations_is_named_with_both_values() -> None:
+    one = dump(config("optim.lr=1e-3", "train.max_steps=5", "tracker=none"))
+    two = dump(config("optim.lr=2e-3", "train.max_steps=9", "zero=stage3", "launcher.nproc=1"))
+    assert inherit.changed(one, two) == ["optim.lr: 0.002, it was 0.001"]
+
+
+def test_a_planned_stop_is_over_when_the_run_goes_on(run: Path) -> None:
+    one = config("train.max_steps=6", "train.stop_after=2", f"data.train_file={run.parent}/rows.jsonl")
+    write(one, run / "config.yaml")
+    assert config(f"train.resume={run}").train.stop_after is None
 
 
 def test_a_sweep_cannot_resume(run: Path) -> None:

@@ -47,7 +47,8 @@ def misspelt_key(dice: random.Random, folder: Path) -> Mutant:
         wrong = misspelt(key, dice.randrange(10_000))
         whole = wrong.count(".") == key.count(".") and wrong.split(".")[0] == key.split(".")[0]
         if wrong not in keys() and whole and key != "zero.stage":  # which is answered with an option: zero=stage2
-            return (), {wrong: 1}, [wrong, key]
+            # A value that names an option is answered with the option.
+            return (), {wrong: 1}, [wrong, "zero=stage1" if key == "zero.stage" else key]
 
 
 def wrong_group(dice: random.Random, folder: Path) -> Mutant:

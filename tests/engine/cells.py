@@ -105,7 +105,7 @@ def _train(engine: Any, config: RunConfig, examples: Any, pad_id: int, steps: in
         losses.append(metrics["train/loss"])
         norms.append(metrics["train/grad_norm"])
 
-    Loop(engine, batches, 1, on_metrics, lambda _: None).run()
+    Loop(engine, batches, 1, on_metrics, lambda *_: None).run()
     return losses, norms
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from glmexp.config.errors import EXIT_STOPPED
 from tests.cli import SHORT, alive, environment, glmexp, metrics, runs, started, status, wait_until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m")
@@ -106,9 +107,15 @@ def test_ending_the_parent_leaves_no_process(number: signal.Signals, tmp_path: P
         os.kill(process.pid, number)
         wait_until(lambda: not alive(process), 30, "all processes gone")
         process.communicate()
-    assert process.returncode != 0
     (run,) = runs(tmp_path)
-    assert status(run)["state"] == "failed"
+    if number == signal.SIGTERM:  # asked politely: it saves, and can go on
+        assert process.returncode == EXIT_STOPPED
+        assert status(run)["state"] == "stopped"
+        (saved,) = (run / "checkpoints").glob("step-*")
+        assert saved.name == f"step-{metrics(run)[-1]['step']}"
+    else:
+        assert process.returncode != 0
+        assert status(run)["state"] == "failed"
 
 
 def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Out of GPU memory: where it went, and the next cheapest change that makes room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from glmexp.config.schema import RunConfig
+from glmexp.engine import distributed
+from glmexp.engine.build import frozen, trainable
+
+GIB = 2**30
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+class OutOfMemory(RuntimeError):
+    """The device's memory does not suffice for the run."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Bytes of one rank by what they are for. Activations are what is left of the peak."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    peak: int
+    total: int
+    """The device's memory; 0 where there is no GPU."""
+
+    @property
+    def fixed(self) -> int:
+        """What no micro batch changes."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def activations(self) -> int:
+        """Activations and buffers."""
+        return max(0, self.peak - self.fixed)
+
+    def words(self) -> str:
+        """Largest first."""
+        terms = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "masters and moments": self.optimizer,
+            "activations and buffers": self.activations,
+        }
+        listed = sorted(terms.items(), key=lambda term: -term[1])
+        return ", ".join(f"{name} {_size(size)}" for name, size in listed if size)
+
+
+def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
+    """By the arithmetic of ZeRO (Rajbhandari et al. 2020, figure 1), from the parameters of the live model."""
+    stage, offload = config.zero.stage, config.offload
+    element = _BYTES[config.precision.dtype]
+    trained = sum(getattr(one, "ds_numel", one.numel()) for _, one in trainable(model))
+    kept = sum(getattr(one, "ds_numel", one.numel()) for _, one in frozen(model))
+    weights = element * (trained + kept) // (ranks if stage == 3 else 1)
+    gradients = element * trained // (ranks if stage >= 2 else 1)
+    # float32 master and two moments; at stage 0 in fp32 the parameter is its own master.
+    states = (8 if stage == 0 and element == 4 else 12) * trained // (ranks if stage >= 1 else 1)
+    return Terms(
+        weights=0 if offload.params else weights,
+        gradients=0 if offload.optimizer else gradients,
+        optimizer=0 if offload.optimizer else states,
+        peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+        total=torch.cuda.get_device_properties(distributed.device()).total_memory if torch.cuda.is_available() else 0,
+    )
+
+
+def next_change(config: RunConfig, where: Terms, ranks: int) -> str:
+    """The cheapest change that helps, in the order of what it costs: micro batch (nothing but speed), checkpointing,
+    length, stage, offload. Where what stands fixed fills the device, the first three cannot help."""
+    train = config.train
+    micro, accum = train.micro_batch_size or 1, train.grad_accum or 1
+    crowded = where.total > 0 and where.fixed > 0.9 * where.total
+    options: list[tuple[bool, str]] = [
+        (
+            micro > 1 and not crowded,
+            f"train.micro_batch_size={micro // 2} train.grad_accum={-(-accum * micro // (micro // 2 or 1))} "
+            "(the same batch in smaller parts)",
+        ),
+        (
+            not train.gradient_checkpointing and not crowded,
+            "train.gradient_checkpointing=true (about a third more time, activations of one layer at a time)",
+        ),
+        (config.data.max_length > 256 and not crowded, f"data.max_length={config.data.max_length // 2}"),
+        (config.zero.stage < 2 and ranks > 1, "zero=stage2 (gradients and optimizer states split over the ranks)"),
+        (config.zero.stage < 3 and ranks > 1, "zero=stage3 (weights split over the ranks as well)"),
+        (config.offload.optimizer is None and config.zero.stage > 0, "offload=optimizer (states in host memory)"),
+        (config.offload.params is None and config.zero.stage == 3, "offload=all (weights in host memory)"),
+        (config.method.name == "full", "method=lora (a small part is trained)"),
+    ]
+    fitting = [text for wanted, text in options if wanted]
+    return fitting[0] if fitting else "more GPUs, or a smaller model"
+
+
+@contextmanager
+def explained(phase: str, config: RunConfig, model: Callable[[], Any]) -> Iterator[None]:
+    """What runs out of memory inside ends with OutOfMemory, which says where it went and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(_report(phase, config, model(), str(error))) from error
+
+
+def _report(phase: str, config: RunConfig, model: Any, error: str) -> str:
+    ranks = distributed.world_size()
+    lines = [f"rank {distributed.rank()} ran out of device memory in {phase}"]
+    if model is not None:
+        found = terms(config, model, ranks)
+        of = f" of {_size(found.total)}" if found.total else ""
+        lines.append(f"a rank holds, largest first{of}: {found.words()}")
+        lines.append(f"next: {next_change(config, found, ranks)}")
+    else:
+        lines.append("the weights alone do not fit: zero=stage3 with more ranks, offload=all, or a smaller model")
+    first = error.strip().splitlines()[0] if error.strip() else "no details"
+    return "\n  ".join([*lines, f"torch: {first}"])
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

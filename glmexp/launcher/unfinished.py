@@ -1,0 +1,119 @@
+"""``train.resume=auto``: which run is it that goes on? And who is writing in a run folder now?"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.identity import identifying, identity
+from glmexp.config.inherit import AUTO
+from glmexp.config.load import read, shown
+from glmexp.config.schema import RunConfig
+from glmexp.launcher import folder
+
+LOCK = ".lock"
+WAIT_S = 30.0
+"""Ranks whose parent was killed need a moment to end."""
+
+
+def find(config: RunConfig) -> Path | None:
+    """The folder of the unfinished run that ``config`` describes; None: a new run. Raises ConfigError.
+
+    With ``run.dir`` it is that folder or none; what lies there must be this run and unfinished.
+    """
+    if config.train.resume != AUTO:
+        return None
+    if config.run.dir is not None:
+        own = Path(config.run.dir).absolute()
+        if not (own / folder.CONFIG).exists():
+            return None
+        _check(own, config)
+        return own
+    parent = Path("outputs").absolute() / config.run.name
+    runs = [path.parent for path in parent.glob(f"*/{folder.CONFIG}")]
+    wanted = identity(config)
+    for run in sorted(runs, key=_last_start, reverse=True):
+        if identity_of(run) == wanted and folder.read_status(run)["state"] != "finished" and _free(run):
+            return run
+    return None
+
+
+def identity_of(run: Path) -> str | None:
+    """The identity that a run was started with; None for a folder of an older version."""
+    environment = run / folder.ENVIRONMENT
+    return json.loads(environment.read_text(encoding="utf-8")).get("identity") if environment.exists() else None
+
+
+def _last_start(run: Path) -> float:
+    environment = run / folder.ENVIRONMENT
+    return environment.stat().st_mtime if environment.exists() else 0.0
+
+
+def _check(run: Path, config: RunConfig) -> None:
+    if identity_of(run) != identity(config):
+        before, now = identifying(read(run / folder.CONFIG)), identifying(config)
+        other = [key for key in {**now, **before} if now.get(key) != before.get(key)]
+        words = [f"{key}: {shown(now.get(key))} now, {shown(before.get(key))} there" for key in other[:5]]
+        raise ConfigError(
+            Problem(
+                "run.dir",
+                f"{run} holds another run ({'; '.join(words) or 'its identity differs'})",
+                f"another folder, or train.resume={run} to go on with it as it is",
+            )
+        )
+    if folder.read_status(run)["state"] == "finished":
+        raise ConfigError(
+            Problem(
+                "train.resume",
+                f"auto: the run in {run} is finished",
+                f"train.resume={run} train.max_steps=N to go on longer, or another folder",
+            )
+        )
+
+
+def _free(run: Path) -> bool:
+    """Nobody writes in this folder; waits for ranks that are about to end."""
+    lock = Lock(run)
+    free = lock.take(WAIT_S if folder.read_status(run)["state"] != "running" or _recent(run) else 0.0)
+    lock.release()
+    return free
+
+
+def _recent(run: Path) -> bool:
+    """The parent is gone: its ranks will be, too."""
+    pid = folder.read_status(run)["pid"]
+    return not Path(f"/proc/{pid}").exists()
+
+
+class Lock:
+    """Held by the rank that writes in a run folder, for as long as its process lives, however that ends."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / LOCK
+        self._number: int | None = None
+
+    def take(self, wait_s: float) -> bool:
+        """Whether it was got within ``wait_s`` seconds."""
+        number = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        end = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    os.close(number)
+                    return False
+                time.sleep(0.1)
+            else:
+                self._number = number
+                return True
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
