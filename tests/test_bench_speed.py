@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -98,6 +101,25 @@ def test_lone_sides_are_started_anew(bench: Any, tmp_path: Path) -> None:
     assert logs == ["one-0.log", "one-2.log"]
     # The second start had one window: its warm-up step, a dropped one and two counted ones, and what came meanwhile.
     assert json.loads(file.read_text().splitlines()[0])["step"] == 1
+
+
+def test_a_bench_that_is_ended_leaves_nobody_behind(tmp_path: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    script, file = tmp_path / "sleeper.py", tmp_path / "one.jsonl"
+    script.write_text(SLEEPER)
+    side = {"name": "one", "command": [sys.executable, str(script), str(file), "0.02"], "metrics": str(file)}
+    (tmp_path / "sides.json").write_text(json.dumps([{**side, "steps": 10_000}]))
+    words = [str(BENCH / "alternate.py"), str(tmp_path / "sides.json"), "--case", "ended"]
+    tool = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline, "the side did not start"
+        time.sleep(0.02)
+    # Twice, as under `timeout`, which passes on what it gets itself.
+    tool.send_signal(signal.SIGTERM)
+    tool.send_signal(signal.SIGTERM)
+    assert tool.wait(timeout=30) == 128 + signal.SIGTERM
+    assert [one for one in psutil.process_iter(["cmdline"]) if str(script) in (one.info["cmdline"] or [])] == []
 
 
 def test_data_has_the_lengths_of_instruction_data(bench: Any, tmp_path: Path) -> None:

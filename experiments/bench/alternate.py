@@ -19,6 +19,7 @@ sides take turns by restart. Ratios are to the first side, round by round; their
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import signal
@@ -188,7 +189,8 @@ def measure(case: str, sides: Sequence[Side], plan: Plan, work: Path) -> list[di
 
 
 def _interrupted(number: int, frame: object) -> None:
-    """An outer time limit must leave no process behind: SystemExit runs what stands in ``finally``."""
+    """An outer time limit must leave no process behind: SystemExit runs what stands in ``finally``, once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
@@ -205,21 +207,18 @@ class Measurement:
     def in_turns(self, sides: Sequence[Side]) -> None:
         """All in memory together; one runs at a time."""
         running: list[Running] = []
-        try:
+        with contextlib.ExitStack() as ends:  # ends each, also when ending another one fails
             for side in sides:
-                running.append(Running(side, self.work / f"{side.name}.log"))
-                if not self._warmed(running[-1]):
-                    running.pop()
-                    continue
-                running[-1].stop()
+                one = Running(side, self.work / f"{side.name}.log")
+                ends.callback(one.family.end)
+                if self._warmed(one):
+                    one.stop()
+                    running.append(one)
             for number in range(self.plan.windows):
                 for one in list(running) if number % 2 == 0 else running[::-1]:
                     if not self._late(number) and not self._window(one, number, paused=True):
                         running.remove(one)
-        finally:
-            for one in running:
-                self.notes[one.side.name]["stops_with_busy_gpu"] = one.unrested
-                one.family.end()
+                    self.notes[one.side.name]["stops_with_busy_gpu"] = one.unrested
 
     def by_restart(self, sides: Sequence[Side]) -> None:
         """Each alone on the machine, started anew for every few windows."""
