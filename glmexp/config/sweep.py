@@ -130,8 +130,10 @@ def _ends(space: Space) -> list[str]:
 
 
 def text(value: float, interval: Interval) -> str:
-    """A number of an interval as it is typed: whole, or with all of its digits."""
-    return str(int(value)) if interval.whole else repr(float(value))
+    """A number of an interval as it is typed: whole, or with six digits, which names of folders can bear."""
+    if interval.whole:
+        return str(int(value))
+    return repr(min(max(float(f"{value:.6g}"), interval.low), interval.high))
 
 
 def space(axes: Sequence[Axis]) -> tuple[dict[str, Space], list[Problem]]:

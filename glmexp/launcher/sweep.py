@@ -305,7 +305,7 @@ class _Sweep:
         self.state.save()
         slot, several = self.free.pop(0), self.swept.slots > 1
         log = os.path.relpath(run_folder / "logs" / slots.LOG)
-        where = f" on {slot.words}; output: {log}" if several else f": {os.path.relpath(run_folder)}"
+        where = f" ({slot.words}); output: {log}" if several else f": {os.path.relpath(run_folder)}"
         self.tell(trial, f"{'goes on' if goes_on else 'starts'}{where}")
         ranks = config.launcher.nproc or 1
         process = slots.start_process(partial(self.work, config), slot, ranks, run_folder, log=several)

@@ -153,7 +153,7 @@ def test_two_slots_share_the_cores_and_their_words_do_not_mix(
     assert (root / "1_optim.lr-1_method.rank-2" / "logs" / "trial.log").read_text() == "words of rank 2\n"
     lines = [line for line in out.splitlines() if line[2:3] == ":"]
     assert len(lines) == 8, "one line where a trial starts and one where it ends"
-    assert "on core" in lines[0]
+    assert "starts (core " in lines[0]
 
 
 def test_slots_divide_the_gpus_that_are_visible_and_what_does_not_divide_is_refused() -> None:
