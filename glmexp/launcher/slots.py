@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -61,6 +62,16 @@ def divide(slots: int, environ: Mapping[str, str] = os.environ) -> list[Slot]:
     return [Slot(one, cores=tuple(cores[one * each : (one + 1) * each])) for one in range(slots)]
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Signals that end a sweep wait: between a fork and its first lines they would find the parent's handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
 def start_process(work: Callable[[], int], slot: Slot, ranks: int, run_folder: Path, log: bool) -> BaseProcess:
     """Run ``work`` in a process of its own, which ends when this one does.
 
@@ -76,6 +87,7 @@ def _child(work: Callable[[], int], slot: Slot, ranks: int, run_folder: Path, lo
     os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on once
     for number in STOPPING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # see signals_held
     _die_with(parent)
     if log:
         _print_to(run_folder / "logs" / LOG)

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -90,7 +90,9 @@ def _moved(trial: RunConfig, wanted: Path, root: Path) -> RunConfig:
 def _tell_unfinished(parent: Path, line: list[str]) -> None:
     """A new sweep never takes over an older one by itself, but whoever meant that shall hear how."""
     for file in sorted(parent.glob(f"sweep-*/{trials.STATE}"), reverse=True):
-        older = trials.read(file.parent)
+        older = None
+        with suppress(ConfigError):  # whoever names a broken one is told; here it is only passed by
+            older = trials.read(file.parent)
         open_trials = [one for one in older.trials if one.state not in OUTCOMES] if older is not None else []
         if older is not None and open_trials and older.line == line:
             print(
@@ -281,7 +283,8 @@ class _Sweep:
     def _run(self, jobs: Iterator[Job]) -> None:
         while True:
             while self.free and not self.signals and (job := next(jobs, None)) is not None:
-                self._start(*job)
+                if not self.signals:  # one may have come while the trial was composed
+                    self._start(*job)
             if not self.running:
                 return
             wait([one.process.sentinel for one in self.running])
@@ -308,8 +311,9 @@ class _Sweep:
         where = f" ({slot.words}); output: {log}" if several else f": {os.path.relpath(run_folder)}"
         self.tell(trial, f"{'goes on' if goes_on else 'starts'}{where}")
         ranks = config.launcher.nproc or 1
-        process = slots.start_process(partial(self.work, config), slot, ranks, run_folder, log=several)
-        self.running.append(_Running(trial, process, slot, time.monotonic()))
+        with slots.signals_held():  # one that comes now reaches the new process as well
+            process = slots.start_process(partial(self.work, config), slot, ranks, run_folder, log=several)
+            self.running.append(_Running(trial, process, slot, time.monotonic()))
 
     def _ended(self, one: _Running) -> None:
         code = one.process.exitcode
