@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config.compose import Request
-from glmexp.config.errors import EXIT_FAILURE, EXIT_UNUSABLE, ConfigError, Problem
+from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_UNUSABLE, ConfigError, Problem
 from glmexp.config.schema import RunConfig, SweepSection
 from glmexp.config.sweep import Swept, folder_name, in_sweep
 from glmexp.launcher import folder, search, slots, summary, trials
@@ -45,7 +45,8 @@ def run_trial(config: RunConfig, run_rank: RunRank) -> int:
 def sweep(asked: Request, words: Sequence[str], run_rank: RunRank, compose: Compose) -> int:
     """Run the trials that have no outcome yet. A failed one does not stop the others.
 
-    Returns 0 if all have finished, 3 if some ended out of memory or with numbers that are not finite, 1 if some failed.
+    Returns 0 if all have finished, 1 if some failed, 3 if all have a result and some of these are out of memory or not
+    finite, 75 if it was asked to stop and can go on, 130 after Ctrl-C.
     """
     assert asked.sweep is not None
     if asked.sweep.settings.name == "search":
@@ -360,12 +361,17 @@ class _Sweep:
         print(f"table: {os.path.relpath(summary.write_csv(self.state, self.settings))}", flush=True)
         if self.signals or counts[STOPPED]:
             print(f"to go on: the same line with hydra.sweep.dir={self.swept.folder}", file=sys.stderr)
-        if self.signals:
-            return 128 + self.signals[0]
+        return self._exit_code(counts, total)
+
+    def _exit_code(self, counts: Mapping[str, int], total: int) -> int:
+        if signal.SIGINT in self.signals:
+            return 128 + signal.SIGINT
         if counts[FINISHED] == total:
             return 0
-        results = counts[FINISHED] + counts[trials.OUT_OF_MEMORY] + counts[trials.NON_FINITE]
-        return EXIT_UNUSABLE if results == total else EXIT_FAILURE
+        if counts[trials.FAILED]:
+            return EXIT_FAILURE
+        results = sum(counts[state] for state in OUTCOMES)
+        return EXIT_UNUSABLE if results == total else EXIT_STOPPED
 
 
 _RESUMABLE = (STOPPED, trials.FAILED, trials.OUT_OF_MEMORY)

@@ -167,7 +167,7 @@ def test_slots_divide_the_gpus_that_are_visible_and_what_does_not_divide_is_refu
         assert slots.divide(1, environ) == [slots.Slot(0)], "one slot changes nothing"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_ctrl_c_ends_all_trials_and_the_same_line_goes_on(number: signal.Signals, code: int, tmp_path: Path) -> None:
     root = tmp_path / "s"
     line = ["method.rank=1,2", "launcher.slots=2", f"hydra.sweep.dir={root}"]
