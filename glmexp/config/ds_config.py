@@ -49,6 +49,10 @@ def _scale(name: str) -> Callable[[RunConfig], Any]:
     return write
 
 
+def _check_grad_overflow(config: RunConfig) -> bool | None:
+    return config.precision.check_grad_overflow if config.precision.dtype == "bf16" else None
+
+
 def _on_nvme(part: str, name: str) -> Callable[[RunConfig], Any]:
     """An option that is read only where ``part`` (optimizer, params) is offloaded to nvme."""
     return lambda config: getattr(config.offload, name) if getattr(config.offload, part) == "nvme" else None
@@ -88,6 +92,7 @@ TABLE: tuple[Row, ...] = (
     # Written even where it is off: DeepSpeed clips to 1.0 when the key is absent.
     Row("gradient_clipping", "optim.max_grad_norm", lambda config: config.optim.max_grad_norm or 0.0),
     Row("bf16.enabled", "precision.dtype", lambda config: True if config.precision.dtype == "bf16" else None),
+    Row("bf16.check_grad_overflow", "precision.check_grad_overflow", _check_grad_overflow),
     Row("fp16.enabled", "precision.dtype", lambda config: True if config.precision.dtype == "fp16" else None),
     Row("fp16.loss_scale", "precision.loss_scale", _scale("loss_scale")),
     Row("fp16.initial_scale_power", "precision.initial_scale_power", _scale("initial_scale_power")),

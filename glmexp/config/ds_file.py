@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config.ds_config import OPTIMIZER, PARAMS, TABLE, ZERO
+from glmexp.config.ds_rules import SCALE_KEYS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import COMMAND_LINE, Origin, Tree
 from glmexp.config.load import flatten, shown
@@ -262,7 +263,7 @@ def lay_over(tree: Tree, raised: Raised, explicit: Collection[str], chosen: Mapp
         values = tree.values.get(section)
         if not isinstance(values, dict) or name not in values:
             continue  # the walk reports what is missing
-        if section == "precision" and name != "dtype" and not loss_scale:
+        if section == "precision" and name in SCALE_KEYS and not loss_scale:
             raised.warnings.append(f"{raised.file}: {raised.paths[key]}: without effect, the run is not in fp16")
             continue
         where = _where(key, tree, explicit, chosen)

@@ -63,6 +63,12 @@ def fp16(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             "fp16 needs a GPU and this machine has none: DeepSpeed's CPU accelerator refuses fp16",
             "precision=bf16 or precision=fp32",
         )
+    if precision.dtype != "bf16" and precision.check_grad_overflow is not None:
+        yield Problem(
+            "precision.check_grad_overflow",
+            f"without effect: the dtype is {precision.dtype}, and fp16 always checks",
+            "precision.check_grad_overflow=null",
+        )
     if precision.dtype != "fp16":
         useless = [f"precision.{key}" for key in SCALE_KEYS if getattr(precision, key) is not None]
         if useless:

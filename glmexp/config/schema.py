@@ -214,6 +214,9 @@ class PrecisionSection:
     """fp16: overflows in a row before the scale is halved."""
     min_loss_scale: Count | None
     """fp16: the scale never falls below this."""
+    check_grad_overflow: bool | None
+    """bf16: DeepSpeed looks for inf and nan in each gradient before a step, and waits for the GPU once a tensor. False:
+    a gradient norm that is not finite ends the run all the same, after the step."""
 
 
 @dataclass

@@ -94,7 +94,7 @@ class Loop:
 
             total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
             loss = total / size.supervised_tokens
-            grad_norm = self.engine.get_global_grad_norm() / scale if early_norm is None else early_norm
+            grad_norm = self._ds_grad_norm() / scale if early_norm is None else early_norm
             self._check_finite(step, loss, float(grad_norm), scale_before)
             self._last_finite = loss
             seconds = self._watch.read()
@@ -140,6 +140,11 @@ class Loop:
             return None
         norms = [parameter.grad.norm() for parameter in engine.module.parameters() if parameter.grad is not None]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def _ds_grad_norm(self) -> float:
+        """DeepSpeed's norm before clipping; it writes -1 for one that is not finite."""
+        norm = float(self.engine.get_global_grad_norm())
+        return norm if norm >= 0 else math.nan
 
     def _missing_loss_scale(self) -> float:
         """The factor that DeepSpeed (0.19.8) forgets at stage 0 in fp16: it divides gradients by the loss scale there

@@ -47,6 +47,8 @@ def test_deepspeeds_own_classes_read_what_the_options_say(stage: str, precision:
         assert part is None or part.pin_memory == one.offload.pin_memory
     half, brain = get_float16_config(lowered), get_bfloat16_config(lowered)
     assert (half.enabled, brain.enabled) == (precision == "fp16", precision == "bf16")
+    if precision == "bf16":
+        assert brain.check_grad_overflow is False
     if precision == "fp16":
         for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
             assert getattr(half, name) == getattr(one.precision, name), name
