@@ -66,7 +66,7 @@ def fp16(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if precision.dtype != "bf16" and precision.check_grad_overflow is not None:
         yield Problem(
             "precision.check_grad_overflow",
-            f"without effect: the dtype is {precision.dtype}, and fp16 always checks",
+            f"without effect: the dtype is {precision.dtype}, and only bf16 has the choice",
             "precision.check_grad_overflow=null",
         )
     if precision.dtype != "fp16":

@@ -120,7 +120,7 @@ def test_a_whole_lowering_is_written_out_here() -> None:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 8,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
         "zero_optimization": {
             "stage": 2,
             "reduce_bucket_size": 200_000_000,

@@ -14,7 +14,7 @@ from tests.config.helpers import config, refusal
     ("words", "gpus", "where", "part"),
     [
         (["precision=fp16"], 0, "precision.dtype", "DeepSpeed's CPU accelerator refuses fp16"),
-        (["precision=fp32", "precision.check_grad_overflow=true"], 0, "precision.check_grad_overflow", "without effect"),
+        (["precision=fp32", "precision.check_grad_overflow=true"], 0, "precision.check_grad_overflow", "dtype is fp32"),
         (["precision=bf16", "precision.loss_scale=8"], 0, "precision.loss_scale", "only fp16 has a loss scale"),
         (["precision=fp16", "precision.loss_scale=8", "precision.hysteresis=3"], 1, "precision.hysteresis", "fixed"),
         (["zero=stage0", "offload=optimizer"], 0, "offload.optimizer", "needs ZeRO stage 1, 2 or 3"),
