@@ -113,7 +113,7 @@ def write_whole(source: Source, config: RunConfig, folder: Path) -> dict[str, st
     """
     wanted = config.export
     dtype = DTYPES[wanted.dtype or source.dtype or config.precision.dtype]
-    tokenizer = load_tokenizer(source.section)
+    tokenizer = load_tokenizer(source.tokenizer or source.section)
     if source.card is not None:
         artifact.check_template(source.card, source.section.family, tokenizer, str(source.section.path))
     model = source.model(torch.float32)

@@ -56,6 +56,8 @@ class Source:
     """Run folder, where there is one: its records go into the model card."""
     partial: bool
     """What ``trained`` lacks comes from the base."""
+    tokenizer: ModelSection | None = None
+    """Where the tokenizer comes from. None: from ``section``."""
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The live model on the meta device: names and shapes, with the method's parameters."""
@@ -84,7 +86,8 @@ def of(config: RunConfig) -> Source:
     weights = _weights(path)
     if weights is not None:
         words = f"the weights in {path}"
-        return Source(path, words, _section(path, config), None, weights, None, None, None, partial=False)
+        source = Source(path, words, _section(path, config), None, weights, None, None, None, partial=False)
+        return replace(source, tokenizer=_speaker(path, config))
     raise ArtifactError(Problem("artifact.path", f"{path} holds nothing that can be exported", RECOGNISED))
 
 
@@ -131,6 +134,7 @@ def _of_deepspeed(path: Path, folder: Path, config: RunConfig) -> Source:
     words = f"the DeepSpeed checkpoint {folder}: {what}"
     if not any(name.startswith(PEFT_PREFIX) for name in trained):
         source = Source(folder, words, _section(path, config), None, trained, None, None, None, partial=True)
+        source = replace(source, tokenizer=_speaker(path, config))
         return source if all(there for _, there in held(source)) else replace(source, section=config.model)
     if (path / peft_files.CONFIG).is_file():
         method: Any = _lora_of(path / peft_files.CONFIG, config)
@@ -188,6 +192,11 @@ def _section(path: Path, config: RunConfig) -> ModelSection:
     if not (path / "config.json").is_file():
         return config.model
     return replace(config.model, path=str(path), init="pretrained", add_tokens=[])
+
+
+def _speaker(path: Path, config: RunConfig) -> ModelSection | None:
+    """The section for the tokenizer: that of ``model.path`` where the checkpoint brings none."""
+    return None if (path / "tokenizer_config.json").is_file() else config.model
 
 
 def _weights(folder: Path) -> Lazy | None:
