@@ -35,6 +35,8 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
     composed, going_on = identity(config), unfinished.find(config)
     config = needs.prepare(config)
     redact.hand_on(dump(config))
+    # wandb records the arguments of the process that it runs in; they have been read.
+    sys.argv[1:] = [redact.text(word) for word in sys.argv[1:]]
     run_folder = folder.make(config, composed, going_on)
     if config.train.resume == AUTO:
         found = "no unfinished run of this configuration, a new one" if going_on is None else "going on with"
