@@ -123,7 +123,7 @@ def resolve(path: str) -> Path:
     if path.startswith(BUILTIN):
         folder = Path(__file__).parent
         file = folder / path.removeprefix(BUILTIN)
-        if not file.is_file():
+        if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
             known = sorted(f"{BUILTIN}{found.relative_to(folder).as_posix()}" for found in folder.glob("*/*.jsonl"))
             raise DataError(Problem(path, "no such shipped file", f"use one of {', '.join(known)}"))
         return file

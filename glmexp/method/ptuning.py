@@ -5,6 +5,7 @@ ChatGLM networks hold the prefix themselves, as the releases do; for Qwen2 it is
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,7 +84,13 @@ class PTuning(Named):
         file = folder / RELEASED_FILE
         if not file.exists():
             raise ArtifactError(Problem(str(folder), f"holds no {RELEASED_FILE}", "name a folder that ptuning wrote"))
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            # torch's own message tells how to switch the guard off: not to be passed on.
+            raise ArtifactError(
+                Problem(str(file), "is no whole file of tensors; nothing in it was run", "train again, or copy it anew")
+            ) from error
         model.add_prefix_encoder(self.num_virtual_tokens, self.prefix_projection)
         own = {name: p for name, p in model.named_parameters() if name.startswith(_PREFIX)}
         check_keys(file, set(state), set(own))

@@ -46,7 +46,9 @@ def tokenizer_location(model: ModelSection) -> str:
 
 def _shipped(name: str) -> str:
     folder = Path(__file__).parent / "tiny" / name
-    if not (folder / "config.json").exists():  # transformers would take the path for a hub name and ask there
+    if (
+        Path(name).name != name or not (folder / "config.json").exists()
+    ):  # transformers would take the path for a hub name and ask there
         raise ArtifactError(
             Problem("model.path", f"builtin:{name} is not shipped", "model.path=FOLDER of a checkpoint")
         )
