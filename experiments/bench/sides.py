@@ -91,7 +91,7 @@ def side(word: str, job: Job, steps: int, common: list[str], alone: bool = False
     command += ["--small"] * job.small + ["--seven"] * job.seven
     if kind == "plain":
         command += ["--pack", str(job.pack), "--accum", str(job.accum), *["--full"] * job.full]
-    steps = max(2, min(steps, round(4 / SECONDS_A_STEP.get(kind, 0.5))))
+    steps = max(2, min(steps, round(8 / SECONDS_A_STEP.get(kind, 0.5))))
     return Side(name, command, metrics, steps, alone, {"PYTHONPATH": str(ROOT)})
 
 
@@ -123,7 +123,8 @@ def product(name: str, job: Job, overrides: list[str], steps: int, alone: bool =
         "run.dir": str(run),
         "run.overwrite": "true",
     }
-    for override in [*(SMALL if job.small else []), *overrides]:
+    small = [word for word in SMALL if job.model == "chatglm3" or "head_size" not in word] if job.small else []
+    for override in [*small, *overrides]:
         key, found, value = override.partition("=")
         if not found:
             raise SystemExit(f"{override}: an option of the product is KEY=VALUE")
