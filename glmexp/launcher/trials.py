@@ -59,7 +59,8 @@ class Trial:
     @property
     def name(self) -> str:
         """``trial 3 (method.rank=8 optim.lr=0.001)``."""
-        return f"trial {self.number} ({' '.join(f'{key}={value}' for key, value in self.values.items())})"
+        words = " ".join(f"{key}={value}" for key, value in self.values.items())
+        return f"trial {self.number} ({words})" if words else f"trial {self.number}"
 
     def value(self, metric: str) -> float:
         """The metric as a number; nan where the trial has none."""
