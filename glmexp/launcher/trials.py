@@ -198,12 +198,14 @@ def settle(run_folder: Path, exit_code: int) -> tuple[str, str]:
         return STOPPED, "stopped where it can go on"
     if exit_code == 0:
         return FINISHED, ""
-    if abs(exit_code) in (number + base for number in STOPPING for base in (0, 128)):
+    if exit_code in [code for number in STOPPING for code in (-number, 128 + number)]:
         return STOPPED, "interrupted"
     found = failures.recorded(run_folder)
     if not found:
         return FAILED, f"ended with exit code {exit_code} and left no message"
     cause = failures.first_cause(found)
+    if cause.exit_code - 128 in STOPPING:  # asked to end before there was anything to save
+        return STOPPED, _first_line(cause.message)
     if _NOT_FINITE.search(cause.message):
         return NON_FINITE, _first_line(cause.message)
     if _MEMORY.search(cause.message):

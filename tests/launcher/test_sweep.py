@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from glmexp.config.errors import ConfigError
-from glmexp.launcher import trials
+from glmexp.launcher import failures, folder, trials
 from tests.cli import wait_until
 from tests.launcher.sweeps import outcomes, parent, run, starts, state
 
@@ -154,6 +154,39 @@ def test_two_slots_share_the_cores_and_their_words_do_not_mix(
     lines = [line for line in out.splitlines() if line[2:3] == ":"]
     assert len(lines) == 8, "one line where a trial starts and one where it ends"
     assert "starts (core " in lines[0]
+
+
+CONFIG_ERROR = "2 config errors:\n  data.train_file: there is no x.jsonl\n    -> name a file"
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "messages", "outcome", "reason"),
+    [
+        (0, "finished", {}, "finished", ""),
+        (0, "stopped", {}, "stopped", "stopped where it can go on"),
+        (75, "stopped", {}, "stopped", "stopped where it can go on"),
+        (130, "running", {}, "stopped", "interrupted"),
+        (-15, "running", {}, "stopped", "interrupted"),
+        (1, "failed", {0: (143, "ended by signal 15 (SIGTERM)")}, "stopped", "ended by signal 15 (SIGTERM)"),
+        (1, "failed", {1: (137, "ended by signal 9 (SIGKILL)")}, "failed", "ended by signal 9 (SIGKILL)"),
+        (1, "failed", {0: (1, "Boom: a\nb"), 1: (143, "ended by signal 15 (SIGTERM)")}, "failed", "Boom: a"),
+        (1, "failed", {0: (1, "OutOfMemoryError: CUDA out of memory. Tried")}, "out_of_memory", None),
+        (1, "failed", {0: (1, "RuntimeError: DefaultCPUAllocator: can't allocate memory")}, "out_of_memory", None),
+        (1, "failed", {0: (1, "NonFiniteError: loss of optimizer step 3 is nan")}, "non_finite", None),
+        (1, "failed", {0: (1, "Exception: Current loss scale already at minimum - cannot")}, "non_finite", None),
+        (2, "failed", {0: (2, CONFIG_ERROR)}, "failed", "data.train_file: there is no x.jsonl"),
+        (-9, "running", {}, "failed", "ended with exit code -9 and left no message"),
+    ],
+)
+def test_what_became_of_a_trial_is_read_from_its_exit_code_and_its_own_records(
+    code: int, state: str, messages: dict[int, tuple[int, str]], outcome: str, reason: str | None, tmp_path: Path
+) -> None:
+    folder.write_status(tmp_path, state)
+    for rank, (exit_code, message) in messages.items():
+        failures.record(tmp_path, failures.Failure(rank, exit_code, message, "", float(rank)))
+    found = trials.settle(tmp_path, code)
+    assert found[0] == outcome
+    assert reason is None or found[1] == reason
 
 
 def test_slots_divide_the_gpus_that_are_visible_and_what_does_not_divide_is_refused() -> None:
