@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from glmexp.config import redact
 from glmexp.config.compose import Request
 from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_UNUSABLE, ConfigError, Problem
 from glmexp.config.schema import RunConfig, SweepSection
@@ -105,8 +106,14 @@ def _tell_unfinished(parent: Path, line: list[str]) -> None:
 
 
 def _line(words: Sequence[str]) -> list[str]:
-    """The command line without what only says how to go on."""
-    return [word for word in words if not word.startswith(("hydra.sweep.dir=", "sweep.retry=", "launcher.slots="))]
+    """The command line without secrets and without what only says how to go on."""
+    going_on = ("hydra.sweep.dir=", "sweep.retry=", "launcher.slots=")
+    return [_shown_word(word) for word in words if not word.startswith(going_on)]
+
+
+def _shown_word(word: str) -> str:
+    key, equals, _ = word.partition("=")
+    return f"{key}={redact.HIDDEN}" if equals and redact.is_secret(key) else redact.text(word)
 
 
 def _taken_up(root: Path, words: Sequence[str], asked: Request) -> SweepState:
@@ -177,6 +184,7 @@ def _grid(state: SweepState, asked: Request) -> list[Job]:
             continue
         if identity not in known:
             number = len(state.trials)
+            values = redact.redacted(values)
             known[identity] = Trial(number, identity, values, folder_name(number, values))
             state.trials.append(known[identity])
         trial = known[identity]
@@ -250,7 +258,7 @@ class _Sweep:
         try:
             config = compose(trial.values)
         except ConfigError as error:
-            trial.state, trial.reason = trials.FAILED, str(error.problems[0]).splitlines()[0]
+            trial.state, trial.reason = trials.FAILED, redact.text(str(error.problems[0]).splitlines()[0])
             self.tell(trial, "not run")
             return
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -112,7 +113,10 @@ def trial_identity(config: RunConfig, values: Mapping[str, str]) -> str:
     """A trial's identity is its composed configuration; a sweep over what a run's identity leaves out, such as the
     number of ranks, tells its trials apart by the swept values as well."""
     own = [f"{key}={value}" for key, value in sorted(values.items()) if _left_out(key)]
-    return " ".join([identity(config), *own])
+    more = (
+        [hashlib.sha256(" ".join(own).encode()).hexdigest()[:12]] if own else []
+    )  # no value itself: it may be a secret
+    return "-".join([identity(config), *more])
 
 
 def _left_out(key: str) -> bool:

@@ -134,6 +134,17 @@ def test_trials_that_differ_in_what_a_runs_identity_leaves_out_are_all_run_and_t
     assert [one["values"]["launcher.timeout_s"] for one in state(tmp_path / "s")["trials"]] == ["60", "70"]
 
 
+def test_no_secret_of_the_command_line_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    secrets = ["hunter2a", "hunter2b", "hunter2c"]
+    line = [f"+launcher.env.HUB_API_KEY={secrets[0]},{secrets[1]}", f"+launcher.env.MY_TOKEN={secrets[2]}"]
+    assert run([*line, f"hydra.sweep.dir={tmp_path}/s"]) == 0
+    assert outcomes(tmp_path / "s") == ["finished", "finished"], "two trials, though their identities leave that out"
+    written = [path for path in (tmp_path / "s").rglob("*") if any(secret in path.name for secret in secrets)]
+    texts = [path.read_text() for path in (tmp_path / "s").rglob("*") if path.is_file()] + list(capfd.readouterr())
+    assert written == []
+    assert [text for text in texts if any(secret in text for secret in secrets)] == []
+
+
 def test_two_slots_share_the_cores_and_their_words_do_not_mix(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
