@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test matrix check setup clean
+.PHONY: demo test matrix kill check setup clean
 
 setup: .venv/.complete
 
@@ -23,6 +23,9 @@ test: setup ## the tests
 
 matrix: setup ## every method x model x ZeRO stage on two ranks
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
+
+kill: setup ## forty kill -9, each taken up again (an hour)
+	$(BIN)/python -m pytest -m kill -s tests/entry/test_resume.py
 
 check: setup ## style, types, import rule
 	$(BIN)/ruff check .

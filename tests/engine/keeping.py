@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glmexp.engine import build, checkpoint, checkpoint_files, distributed, gather, rng, states
+from glmexp.engine.stop import StopPoint
 from tests.engine import cells
 
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 ABOUT = {"config": {}, "environment": None, "data": {}, "base": ""}
 
 
@@ -55,13 +57,28 @@ def digests(engine: Any) -> dict[str, str]:
     return {name: hashlib.sha256(one.numpy().tobytes()).hexdigest() for name, one in whole_state(engine).items()}
 
 
-def _steps(engine: Any, config: Any, first: int, count: int) -> list[float]:
+@cache
+def _rows(max_length: int) -> tuple[Any, int]:
+    """The demo's rows for the tiny model, prepared once a process."""
+    return cells.rows(cells.configure(f"data.max_length={max_length}", ranks=1))
+
+
+def _steps(engine: Any, config: Any, first: int, count: int, **more: Any) -> list[float]:
     """Losses of ``count`` optimizer steps from step ``first`` on (from 0)."""
+    losses: list[float] = []
+    _loop(engine, config, first, count, StopPoint(), losses, **more)
+    return losses
+
+
+def _loop(
+    engine: Any, config: Any, first: int, count: int, stop: StopPoint, losses: list[float], **more: Any
+) -> str | None:
+    """The training loop over ``count`` steps; losses are added to ``losses``. Returns why it stopped early."""
     from glmexp.data.batches import StepPlan, pick
     from glmexp.data.collate import collate
     from glmexp.engine.loop import Loop
 
-    examples, pad_id = cells.rows(config)
+    examples, pad_id = _rows(config.data.max_length)
     train = config.train
     plan = StepPlan(
         len(examples), train.micro_batch_size, train.grad_accum, distributed.world_size(), distributed.rank(),
@@ -71,9 +88,8 @@ def _steps(engine: Any, config: Any, first: int, count: int) -> list[float]:
         (step + 1, [collate(pick(examples, places), pad_id) for places in plan.micro_batches(step)])
         for step in range(first, first + count)
     )
-    losses: list[float] = []
-    Loop(engine, batches, 1, lambda _, metrics: losses.append(metrics["train/loss"]), lambda *_: None).run()
-    return losses
+    note = lambda _, metrics: losses.append(metrics["train/loss"])  # noqa: E731
+    return Loop(engine, batches, 1, note, lambda _, reason: reason, stop=stop, **more).run()
 
 
 def born(overrides: list[str], folder: str) -> Life:

@@ -1,0 +1,107 @@
+"""A save that ends badly leaves the earlier checkpoints as they were, and says what happened; so does a bad step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glmexp.engine.out_of_memory import GIB, Terms, next_change
+from tests.engine import cells, failing
+from tests.ranks import run_on_ranks
+
+
+def test_a_bad_save_leaves_the_earlier_checkpoint_and_says_why(tmp_path: Path) -> None:
+    (found,) = run_on_ranks(failing.bad_saves, str(tmp_path / "run"), folder=tmp_path, ranks=1)
+    full = found["full disk"]
+    assert full.startswith(
+        f"the checkpoint of step 4 could not be written to {tmp_path}/run/checkpoints: File too large"
+    )
+    assert "the last whole one is step 2, which train.resume takes up" in full
+    assert found["after the full disk"] == ((2, []), []), "nothing of the broken save stays"
+    step, (note,) = found["truncated"]
+    assert (step, "step-4 is damaged: rank-0.safetensors has 1,000 bytes, " in note) == (2, True), note
+    assert "name another one: step-2" in found["truncated and named"]
+    step, (note,) = found["another byte"]
+    assert (step, "rank-0.safetensors holds other bytes than were written" in note) == (2, True), note
+    step, (note,) = found["without its file"]
+    assert (step, "rank-0.safetensors is not there" in note) == (2, True), note
+    assert found["whole again"] == (4, [])
+    assert found["nan"].startswith("weights or moments after optimizer step 6 are not finite (master:")
+    assert found["steps after nan"] == [2, 4], "spoiled weights are not saved"
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    (found,) = run_on_ranks(failing.keeps_the_best, str(tmp_path / "run"), folder=tmp_path, ranks=1)
+    assert found == [
+        ([2], 2),
+        ([2, 4], 4),  # 2 was the best while 4 was written
+        ([4, 6], 4),
+        ([4, 8], 4),
+        ([4, 10], 4),
+        ([4], 4),
+        ("step-4\n", None),
+    ]
+
+
+def test_a_trained_tensor_that_nothing_reaches_is_named_at_every_stage(tmp_path: Path) -> None:
+    for said in run_on_ranks(failing.unreached, [0, 1, 2, 3], folder=tmp_path):
+        assert set(said) == {0, 1, 2, 3}
+        for text in said.values():
+            assert "1 of 9 trained tensors got no gradient in the first step: base_model.model.idle" in text
+
+
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
+    """Planned, by time, and by a signal that the ranks see at different steps."""
+    for found in run_on_ranks(failing.stops, folder=tmp_path):
+        assert found == [
+            (2, "train.stop_after=2"),
+            (1, "train.stop_after_s=1e-09"),
+            (4, "asked by a signal"),
+            (5, None),
+        ]
+
+
+def test_out_of_memory_says_where_it_went_and_what_to_change(tmp_path: Path) -> None:
+    (text,) = run_on_ranks(failing.out_of_memory, folder=tmp_path, ranks=1)
+    lines = text.splitlines()
+    assert lines[0] == "rank 0 ran out of device memory in forward"
+    assert lines[1].startswith("  a rank holds, largest first: weights ")
+    assert lines[2].startswith("  next: train.micro_batch_size=2 train.grad_accum=2 ")
+    assert lines[3] == "  torch: CUDA out of memory. Tried to allocate 3.00 GiB."
+
+
+def test_the_next_change_is_the_cheapest_that_helps() -> None:
+    roomy, crowded = Terms(GIB, GIB, GIB, 80 * GIB, 80 * GIB), Terms(30 * GIB, 20 * GIB, 28 * GIB, 80 * GIB, 80 * GIB)
+    full = ["method=full", "data.max_length=512", "zero=stage0"]
+
+    def said(where: Terms, *words: str, ranks: int = 2) -> str:
+        sizes = [] if any("micro_batch" in word for word in words) else ["train.micro_batch_size=4"]
+        config = cells.configure(
+            *full[: -1 if any("zero" in word for word in words) else 3], *sizes, *words, ranks=ranks
+        )
+        return next_change(config, where, ranks).split(" (")[0]
+
+    one = "train.micro_batch_size=1"
+    assert said(roomy) == "train.micro_batch_size=2 train.grad_accum=2"
+    assert said(roomy, one) == "train.gradient_checkpointing=true"
+    assert said(roomy, one, "train.gradient_checkpointing=true") == "data.max_length=256"
+    assert said(crowded) == "zero=stage2", "what stands fixed fills the device: smaller batches cannot help"
+    assert said(crowded, "zero=stage2") == "zero=stage3"
+    assert said(crowded, "zero=stage3") == "offload=optimizer"
+    assert said(crowded, "zero=stage3", "offload=all") == "method=lora"
+    assert said(crowded, ranks=1) == "method=lora"
+
+
+@pytest.mark.parametrize("name", ["weights", "gradients", "optimizer"])
+def test_terms_follow_zero_s_arithmetic(name: str) -> None:
+    """Elements of one trained matrix of 6 and a frozen one of 4, bf16, by stage on two ranks."""
+    import torch
+
+    from glmexp.engine.out_of_memory import terms
+
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Parameter(torch.zeros(6)), torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    expected = {"weights": [20, 20, 20, 10], "gradients": [12, 12, 6, 6], "optimizer": [72, 36, 36, 36]}
+    found = [getattr(terms(cells.configure(f"zero=stage{s}", "precision=bf16"), model, 2), name) for s in range(4)]
+    assert found == expected[name]
