@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import resource
 import shutil
@@ -59,26 +60,16 @@ def run(config: RunConfig, run_folder: Path) -> int:
         count = assemble(source, folder)
         screen.lines([f"{count} trained tensors assembled in {relative(folder)}"])
     else:
-        started = time.perf_counter()
         try:
             facts = write_whole(source, config, folder)
         except BaseException:
             shutil.rmtree(folder)
             raise
-        seconds = time.perf_counter() - started
-        screen.facts(
-            "glmexp export",
-            {**facts, "time": f"{seconds:.1f} s", "peak host memory": _peak(), "folder": relative(folder)},
-        )
+        screen.facts("glmexp export", {**facts, "folder": relative(folder)})
         if config.export.verify:
             screen.lines(verify.run_fresh(run_folder))
     write_status(run_folder, "finished")
     return 0
-
-
-def _peak() -> str:
-    """Resident set, in which pages of mapped files count that the system takes back at need."""
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9:.2f} GB (resident, mapped files included)"
 
 
 def assemble(source: Source, folder: Path) -> int:
@@ -111,6 +102,7 @@ def write_whole(source: Source, config: RunConfig, folder: Path) -> dict[str, st
     Peak memory: the largest tensor and what it is merged from, in float32. Raises ArtifactError where source and base
     do not fit, or are not what the card says.
     """
+    started = time.perf_counter()
     wanted = config.export
     dtype = DTYPES[wanted.dtype or source.dtype or config.precision.dtype]
     tokenizer = load_tokenizer(source.tokenizer or source.section)
@@ -143,12 +135,26 @@ def write_whole(source: Source, config: RunConfig, folder: Path) -> dict[str, st
     tokenizer.save_pretrained(folder)
     _write_cards(folder, source, config, prints, str(dtype).removeprefix("torch."), tokenizer)
     size = sum(file.stat().st_size for file in weight_files.files(folder))
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    facts = {
+        "source": source.words,
+        "layout": wanted.layout,
+        "dtype": str(dtype),
+        "write_s": round(time.perf_counter() - started, 2),
+        "written_bytes": size,
+        "largest_tensor_bytes": max(math.prod(shape) for _, shape in plan) * dtype.itemsize,
+        "peak_resident_bytes": resident,
+        "peak_gpu_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+    }
+    write_json(folder.parent / SOURCE, facts)
     return {
         "source": source.words,
-        "base": f"{source.section.path}: {len(reader.base_names)} of {len(checks.names)} parameters come from it",
+        "base": f"{source.base}: {len(reader.base_names)} of {len(checks.names)} parameters come from it",
         "written": f"{len(prints)} tensors in {wanted.layout} layout, {dtype}, {size / 1e9:.2f} GB in "
         f"{len(weight_files.files(folder))} file(s)",
         "checked": checks.words(),
+        "time": f"{facts['write_s']} s",
+        "peak host memory": f"{resident / 1e9:.2f} GB resident, pages of mapped files included",
     }
 
 
@@ -238,4 +244,3 @@ def _write_cards(
     )
     card.write(folder)
     model_card.write(folder, source, config, card)
-    write_json(folder.parent / SOURCE, {"source": source.words, "layout": config.export.layout, "dtype": card.dtype})

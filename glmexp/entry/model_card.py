@@ -44,7 +44,7 @@ def write(folder: Path, source: Source, config: RunConfig, card: Card) -> None:
     """``README.md``: what this is, how to load it, what it was made from, data, metrics, configuration."""
     section = source.section
     method = "the weights of a checkpoint" if source.method is None else f"method={source.method.name}"
-    base = source.section.path if source.partial else "none: the source holds every weight"
+    base = source.base if source.partial else "none: the source holds every weight"
     lines = [
         "---",
         "library_name: transformers",

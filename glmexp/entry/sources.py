@@ -59,6 +59,12 @@ class Source:
     tokenizer: ModelSection | None = None
     """Where the tokenizer comes from. None: from ``section``."""
 
+    @property
+    def base(self) -> str:
+        """The base, in words."""
+        section = self.section
+        return f"random weights of seed {section.init_seed}" if section.init == "random" else str(section.path)
+
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The live model on the meta device: names and shapes, with the method's parameters."""
         network: Any = empty_network(self.section, dtype)

@@ -18,6 +18,7 @@ from glmexp.config import load as files
 from glmexp.config.compose import run_config
 from glmexp.config.errors import ArtifactError, ConfigError
 from glmexp.config.families import FAMILIES
+from glmexp.engine import gather
 from glmexp.engine.build import DTYPES, trainable
 from glmexp.entry import artifact, evaluate, export, verify
 from glmexp.method import weight_files
@@ -181,6 +182,16 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ArtifactError, match=r"adapter_model.safetensors: cannot be read"):
         exported(run, tmp_path / "out")
+
+
+def test_saving_an_adapter_gathers_only_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under stage 3 each gathered parameter is whole on the GPU: the base is not to be."""
+    gathered: list[int] = []
+    plain = gather._gathered
+    monkeypatch.setattr(gather, "_gathered", lambda one: gathered.append(one.numel()) or plain(one))
+    run = trained(tmp_path / "run", "model=tiny", "method=lora")
+    adapter = load_file(run / "artifact" / "adapter_model.safetensors")
+    assert sorted(gathered) == sorted(one.numel() for one in adapter.values())
 
 
 def test_a_large_model_passes_through_a_tensor_at_a_time(tmp_path: Path) -> None:
