@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error.report(), file=sys.stderr)
         return EXIT_USER_MISTAKE
+    except SystemExit as ended:  # rank 0 has said why, and told the other ranks
+        return int(ended.code or 0)
     except BrokenPipeError:  # the reader of a printed text, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -47,10 +49,20 @@ def _main(words: list[str]) -> int:
         from glmexp.launcher.start import follow
 
         return follow(outside, _run_rank)
+    if outside is None:
+        return _lead(words, None)
+    from glmexp.launcher.handover import giving_up_together
+
+    outside.export()
+    with giving_up_together():
+        return _lead(words, outside.world_size)
+
+
+def _lead(words: list[str], world_size: int | None) -> int:
+    """Compose and run, as the only process so far or as rank 0 of an outside launcher."""
     from glmexp.config.arguments import parse
 
     arguments = parse(words)
-    world_size = None if outside is None else outside.world_size
     if arguments.show or arguments.info or arguments.hydra_help or arguments.shell_completion:
         from glmexp.config.compose import Machine
         from glmexp.config.show import show
@@ -89,7 +101,7 @@ def _doctor(asked: Request) -> int:
         raise ConfigError(Problem("-m", "entry=doctor tells about one configuration", "leave out -m"))
     from glmexp.entry.doctor import tell
 
-    return tell(asked.trials[0], asked.origins)
+    return tell(asked.trials[0], asked.origins, _run_rank)
 
 
 def _run_rank(run_folder: Path, shows_failures: bool) -> int:

@@ -159,8 +159,10 @@ def test_ranks_of_an_outside_launcher_other_than_0_never_compose(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from glmexp.__main__ import main
-    from glmexp.launcher import start
+    from glmexp.launcher import handover, start
 
+    told: list[int] = []
+    monkeypatch.setattr(handover, "_give_up", told.append)
     monkeypatch.setattr(start, "follow", lambda outside, run_rank: 30 + outside.rank)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in variables.items():
@@ -171,3 +173,4 @@ def test_ranks_of_an_outside_launcher_other_than_0_never_compose(
     assert started.runs[0].launcher.name == "env"
     assert started.runs[0].train.micro_batch_size == 8
     assert main(["-m", "method.rank=2,4"]) == 2
+    assert told == [2], "the others end as well"

@@ -37,11 +37,20 @@ class Machine:
     cores: int | None = None
     """Cores that the slots of a sweep share where there is no GPU. None: not asked."""
 
+    def gpus_of(self, config: RunConfig) -> int:
+        """GPUs of the machine that will run: those that a job asks for, where another one does."""
+        return (config.slurm.gpus_per_node or 0) if config.launcher.name == "slurm" else self.gpus
+
     def ranks(self, config: RunConfig) -> int:
-        """Ranks that the run will have; ``request`` writes them into launcher.nproc, the one place to read them."""
+        """Ranks that the run will have, on all machines together.
+
+        ``request`` writes those of one machine into launcher.nproc, the one place to read them.
+        """
         alone = config.launcher.name == "inprocess"
-        gpus = self.gpus // (config.launcher.slots or 1)
-        return self.world_size or config.launcher.nproc or (1 if alone else gpus) or 1
+        slots = 1 if config.launcher.name == "slurm" else config.launcher.slots or 1
+        gpus = self.gpus_of(config) // slots
+        each = config.launcher.nproc or (1 if alone else gpus) or 1
+        return self.world_size or each * config.launcher.nnodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,31 +167,35 @@ class _Composer:
         self.problems.extend(_without_echoes(problems, tree))
         explicit = _explicit(tree)
         try:
-            ranks = self.machine.ranks(config)
+            ranks, gpus = self.machine.ranks(config), self.machine.gpus_of(config)
+            if self.outside:
+                config = self.under_outside_launcher(config, ranks, explicit)
         except rules.UnusableValueError:
-            ranks = 1
+            ranks, gpus = 1, self.machine.gpus
         if saved is not None and "train" in saved.sections and not problems:
             config = dataclasses.replace(config, train=inherit.refitted(config.train, saved, ranks, explicit))
-        contradictions = rules.check(config, ranks, self.machine.gpus, explicit, self.machine.cores)
+        contradictions = rules.check(config, ranks, gpus, explicit, self.machine.cores)
         self.problems.extend(_told([one for one in contradictions if one.where not in wrong], tree))
         if self.problems:
             return config
-        if self.outside:
-            if "launcher.nproc" in explicit and config.launcher.nproc != ranks:
-                self.warnings.append(f"launcher.nproc: without effect, the outside launcher started {ranks} ranks")
-            config = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, name="env", nproc=None))
-        elif config.launcher.name == "env":
-            self.problems.append(
-                Problem(
-                    "launcher.name", "env: no outside launcher started this process", "torchrun ..., or launcher=local"
-                )
-            )
+        if not self.outside and config.launcher.name == "env":
+            way = "torchrun ..., or launcher=local"
+            self.problems.append(Problem("launcher.name", "env: no outside launcher started this process", way))
             return config
-        else:
-            config = dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, nproc=ranks))
+        if not self.outside:
+            launcher = dataclasses.replace(config.launcher, nproc=ranks // config.launcher.nnodes)
+            config = dataclasses.replace(config, launcher=launcher)
         config = rules.derive(config, ranks)
         self.warnings.extend(one for one in rules.warnings(config, explicit) if one not in self.warnings)
         return config
+
+    def under_outside_launcher(self, config: RunConfig, ranks: int, explicit: frozenset[str]) -> RunConfig:
+        """The outside launcher says how many ranks there are and where; what the user set of that has no effect."""
+        launcher = config.launcher
+        if {"launcher.nproc", "launcher.nnodes"} & explicit and launcher.nnodes * (launcher.nproc or 1) != ranks:
+            self.warnings.append(f"launcher.nproc: without effect, the outside launcher started {ranks} ranks")
+        none: dict[str, Any] = {"nproc": None, "nnodes": 1, "node_rank": None, "master_addr": None, "master_port": None}
+        return dataclasses.replace(config, launcher=dataclasses.replace(launcher, name="env", **none))
 
     def with_deepspeed_file(self, tree: Tree, given: list[Given], groups: Groups) -> tuple[Tree, list[Problem]]:
         """Lay the values of ``deepspeed.config_file`` over the defaults; they must agree with what the user set."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from glmexp.config.bounds import Bound
+from glmexp.config.bounds import Bound, Seconds
 
 
 @dataclass
@@ -36,7 +36,11 @@ class ExportSection:
 
 @dataclass
 class DoctorSection:
-    """What entry=doctor tells."""
+    """What entry=doctor tells: what one option means, or whether this machine can run this configuration."""
 
     explain: str | None
     """Dotted key of an option, such as zero.reduce_bucket_size: its meaning, unit, values, and who set it."""
+    json: bool
+    """Print the findings, and what they were judged by, as JSON."""
+    timeout_s: Seconds | None
+    """Seconds that the measured all-reduce of this configuration's ranks may take. Null: it is not measured."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config import data_rules, ds_rules, export_rules, model_rules, sweep
+from glmexp.config import data_rules, ds_rules, export_rules, launch_rules, model_rules, sweep
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import AUTO
@@ -289,18 +289,6 @@ def _keep_best(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _launcher(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    launcher = config.launcher
-    if launcher.name == "inprocess" and launcher.nproc not in (None, 1):
-        yield Problem("launcher.nproc", f"launcher=inprocess is one rank, not {launcher.nproc}", "launcher=local")
-    if launcher.name == "local" and launcher.nproc is not None and 0 < facts.gpus < launcher.nproc:
-        yield Problem(
-            "launcher.nproc",
-            f"{launcher.nproc} ranks on {facts.gpus} GPU{'s' if facts.gpus > 1 else ''}: each rank needs its own",
-            f"launcher.nproc={facts.gpus}, or CUDA_VISIBLE_DEVICES= for a run on the CPU",
-        )
-
-
 def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from model_rules.path(config.model)
     yield from model_rules.pad_token(config.model)
@@ -343,12 +331,9 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     elif artifact is not None and not Path(artifact).expanduser().is_dir():
         yield Problem("artifact.path", f"{artifact} is no folder", "name a run folder or its artifact/")
-    if entry == "doctor" and config.doctor.explain is None:
-        yield Problem(
-            "doctor.explain", "is null, and there is nothing to tell", "doctor.explain=zero.reduce_bucket_size"
-        )
-    elif entry != "doctor" and config.doctor.explain is not None:
-        yield Problem("doctor.explain", f"without effect under entry={entry}", "entry=doctor")
+    if entry != "doctor":
+        for key in sorted(key for key in facts.explicit if key.startswith("doctor.")):
+            yield Problem(key, f"without effect under entry={entry}", "entry=doctor")
     if entry == "evaluate" and not config.eval.hooks:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
     if resume is not None and entry != "train":
@@ -370,7 +355,9 @@ RULES: tuple[Rule, ...] = (
     _betas,
     _warmup,
     _length,
-    _launcher,
+    launch_rules.ranks,
+    launch_rules.nodes,
+    launch_rules.slurm,
     sweep.slots,
     data_rules.files,
     data_rules.without_effect,

@@ -16,6 +16,7 @@ from glmexp.config.bounds import Elements as Elements
 from glmexp.config.bounds import ElementsOrNone as ElementsOrNone
 from glmexp.config.bounds import Rate as Rate
 from glmexp.config.entries import DoctorSection, ExportSection, InspectSection
+from glmexp.config.launch_schema import LauncherSection, SlurmSection
 
 Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
 AttentionKind = Literal["eager", "sdpa", "varlen"]
@@ -346,22 +347,6 @@ class TrainSection:
 
 
 @dataclass
-class LauncherSection:
-    """How ranks are started."""
-
-    name: Literal["local", "inprocess", "env"]
-    """local: own processes; inprocess: this one, one rank; env: started by an outside launcher (found by itself)."""
-    nproc: Count | None
-    """Ranks on this machine. Null: the number of GPUs, else 1."""
-    timeout_s: Annotated[float, Bound(above=0)]
-    """Seconds that a rendezvous or a collective may wait."""
-    slots: Count | None
-    """In a sweep: trials that run at a time, each on GPUs (or CPU cores) of its own. Null: one after another."""
-    env: dict[str, str]
-    """Environment variables for the ranks, such as NCCL_*."""
-
-
-@dataclass
 class SweepSection:
     """How the trials of ``-m`` are chosen, and what becomes of those that an earlier start left behind."""
 
@@ -385,7 +370,7 @@ class EntrySection:
     """What the run does."""
 
     name: Literal["train", "evaluate", "export", "inspect", "doctor"]
-    """train; evaluate: hooks on an artifact or base; export: a whole model; inspect: show data; doctor: explain."""
+    """train; evaluate: hooks on an artifact or base; export: a whole model; inspect: show data; doctor."""
 
 
 @dataclass
@@ -430,3 +415,4 @@ class RunConfig:
     tracker: Any
     launcher: LauncherSection
     sweep: SweepSection
+    slurm: SlurmSection

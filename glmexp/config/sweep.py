@@ -221,7 +221,7 @@ def slots(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Trials that run at a time must share the machine without a rest."""
     slots, nproc = config.launcher.slots or 1, config.launcher.nproc or 1
     what, there = ("GPU", facts.gpus) if facts.gpus else ("core", facts.cores)
-    if slots == 1 or not there:
+    if slots == 1 or not there or config.launcher.name == "slurm":
         return
     divisors = ", ".join(str(one) for one in range(1, there + 1) if there % one == 0)
     if there % slots:

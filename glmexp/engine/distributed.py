@@ -34,6 +34,7 @@ def join(timeout_s: float, store: dist.Store) -> None:
     GPUs.
     """
     import deepspeed
+    from deepspeed.comm import comm
 
     avoid_op_builds()
     on_gpu = torch.cuda.is_available()
@@ -50,6 +51,10 @@ def join(timeout_s: float, store: dist.Store) -> None:
     deepspeed.init_distributed(
         dist_backend="nccl" if on_gpu else "gloo", dist_init_required=False, auto_mpi_discovery=False
     )
+    # DeepSpeed makes groups of its own for gradients and parameters, and names no time limit for them: torch's
+    # default, half an hour, would hold.
+    limit = timedelta(seconds=timeout_s)
+    comm.cdb.new_group = lambda ranks: dist.new_group(ranks, timeout=limit)
 
 
 def be_deterministic() -> None:
@@ -105,6 +110,16 @@ def max_over_ranks(values: list[float]) -> list[float]:
     most = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.tolist()
+
+
+def all_rows(values: list[float]) -> list[list[float]]:
+    """Every rank's ``values`` in float64, in rank order, on every rank."""
+    if world_size() == 1:
+        return [values]
+    own = torch.tensor(values, dtype=torch.float64)
+    rows = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(rows, own)
+    return [row.tolist() for row in rows]
 
 
 def gather_to_first(value: Any) -> list[Any] | None:

@@ -13,8 +13,10 @@ import torch
 from glmexp.engine import distributed, host, states
 from glmexp.engine.gradients import GradientWatch
 from glmexp.engine.loss import forward_loss, padded_inputs, supervised_tokens
+from glmexp.engine.per_rank import PerRank
 from glmexp.engine.perf import Stopwatch, peak_memory_bytes
 from glmexp.engine.stop import StopPoint
+from glmexp.launcher import positions
 
 Batch = Mapping[str, Any]
 Metrics = dict[str, float]
@@ -37,6 +39,8 @@ class StepSize:
     rows: int
     places: int
     """Tokens and padding."""
+    own_tokens: int
+    """This rank's part of the tokens."""
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Loop:
     after_step: Callable[[int, str | None], str | None]
     inputs: Callable[[Batch], dict[str, Any]] = padded_inputs
     """Batch on the device -> what the network gets; packed batches have masks and positions of their own."""
+    per_rank: PerRank = field(default_factory=PerRank)
     stop: StopPoint = field(default_factory=StopPoint)
     notice: Callable[[str], None] = lambda line: None
     """Lines that a person should see."""
@@ -79,6 +84,8 @@ class Loop:
                 following = next(batches, None)
                 if following is not None:
                     step, micro_batches = following
+                    positions.at("data: sums over ranks", step)
+                    own_data_s = self._watch.so_far()
                     # Counted before the copy: a count on a GPU would wait for all that was given to it.
                     size = _size_over_ranks(micro_batches)
                     micro_batches = [distributed.to_device(batch) for batch in micro_batches]
@@ -98,8 +105,9 @@ class Loop:
             self._check_finite(step, loss, float(grad_norm), scale_before)
             self._last_finite = loss
             seconds = self._watch.read()
+            self.per_rank.add(size.own_tokens, seconds["step"], own_data_s + seconds["forward"])
             if step % self.log_steps == 0:
-                self.on_metrics(step, self._metrics(loss, float(grad_norm), size, seconds))
+                self.on_metrics(step, self._metrics(step, loss, float(grad_norm), size, seconds))
             reason = self.stop.reason(step, flags)
             reason = self.after_step(step, reason)
             if reason is not None:
@@ -194,7 +202,7 @@ class Loop:
     def _loss_scale(self) -> float:
         return float(states.scaler(self.engine).cur_scale) if self.engine.fp16_enabled() else 1.0
 
-    def _metrics(self, loss: float, grad_norm: float, size: StepSize, seconds: Metrics) -> Metrics:
+    def _metrics(self, step: int, loss: float, grad_norm: float, size: StepSize, seconds: Metrics) -> Metrics:
         step_s = seconds.pop("step")
         metrics = {
             "train/loss": loss,
@@ -206,7 +214,7 @@ class Loop:
             "perf/supervised_tokens_per_s": size.supervised_tokens / step_s,
             "perf/samples_per_s": size.rows / step_s,
             "data/padding_share": 1 - size.tokens / size.places,
-            "mem/peak_bytes": distributed.max_over_ranks([float(peak_memory_bytes())])[0],
+            "mem/peak_bytes": self.per_rank.gather(step, peak_memory_bytes()),
             "mem/host_used_bytes": float(host.used_bytes()),
         }
         metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
@@ -229,7 +237,7 @@ def _size_over_ranks(micro_batches: Sequence[Batch]) -> StepSize:
     places = sum(batch["input_ids"].numel() for batch in micro_batches)
     totals = distributed.sum_over_ranks([float(supervised), float(tokens), float(rows), float(places)])
     assert totals[0] > 0, "a step without a supervised token: the data room lets no such row through"
-    return StepSize(*(int(total) for total in totals))
+    return StepSize(*(int(total) for total in (*totals, tokens)))
 
 
 def _examples(batch: Batch) -> int:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from glmexp.launcher import positions
+
 
 class Stopwatch:
     """Seconds of named phases. On a GPU between events on the stream, read once a step: no wait inside a step."""
@@ -20,6 +22,7 @@ class Stopwatch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time inside to ``name``."""
+        positions.within(name)
         begin = self._mark()
         yield
         self._open.append((name, begin, self._mark()))
@@ -49,6 +52,10 @@ class Stopwatch:
         self._open.clear()
         self._started = now
         return seconds
+
+    def so_far(self) -> float:
+        """Seconds since the last step was read, by the clock of the host."""
+        return time.perf_counter() - self._started
 
     def restart(self) -> None:
         """Forget what has been measured: what came since the last step is not part of the next."""

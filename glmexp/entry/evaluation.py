@@ -19,6 +19,7 @@ from glmexp.engine.loss import loss_sum
 from glmexp.engine.rng import UntouchedRng
 from glmexp.entry.console import Screen
 from glmexp.eval.hook import EvalContext
+from glmexp.launcher import positions
 from glmexp.tracker.base import Tracker
 
 Record = Callable[[int, dict[str, float]], None]
@@ -70,6 +71,7 @@ class Evaluation:
             for name, hook in hooks.items():
                 if not all_hooks and not self._due(hook, step):
                     continue
+                positions.at(f"evaluation ({name})", step)
                 result = hook.run(self._context(step, answered))
                 metrics |= {f"eval/{name}/{metric}": value for metric, value in result.metrics.items()}
                 self.screen.lines(f"eval at step {step}: {line}" for line in result.lines)

@@ -17,14 +17,14 @@ from glmexp.config.load import dump
 from glmexp.config.redact import redacted
 from glmexp.data.batches import StepPlan
 from glmexp.data.prepare import Prepared
-from glmexp.engine import checkpoint, checkpoint_files, distributed
+from glmexp.engine import checkpoint, checkpoint_files, distributed, per_rank
 from glmexp.engine.checkpoint import Found, Saver
 from glmexp.entry.artifact import digest
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.proof import Before
 from glmexp.entry.session import Session
 from glmexp.launcher.folder import ENVIRONMENT
-from glmexp.tracker.metrics_file import read_metrics
+from glmexp.tracker.metrics_file import MetricsFile, read_metrics
 
 TRACKER = "tracker.json"
 _SAMPLED = 256
@@ -112,6 +112,7 @@ def begin(
         here.screen.lines(checkpoint.forget_after(here.folder, done))
         if here.metrics is not None:
             here.metrics.truncate_after(done if found is not None else -1)
+            MetricsFile(here.folder / per_rank.FILE).truncate_after(done if found is not None else -1)
         tracker = here.folder / TRACKER
         if found is not None and not tracker.exists() and found.state["tracker"] is not None:
             checkpoint_files.write_json(tracker, found.state["tracker"])

@@ -15,8 +15,7 @@ from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.engine.build import quiet_deepspeed
 from glmexp.entry.console import Screen
-from glmexp.launcher import stopping
-from glmexp.launcher.environment import rendezvous_store
+from glmexp.launcher import positions, rendezvous, stopping
 from glmexp.launcher.folder import write_status
 from glmexp.launcher.unfinished import WAIT_S, Lock
 from glmexp.tracker.base import Guard, NoTracker, RunInfo
@@ -65,7 +64,8 @@ def session(config: RunConfig, run_folder: Path) -> Iterator[Session]:
     transformers.set_seed(config.train.seed)
     if config.train.deterministic:
         distributed.be_deterministic()
-    store = rendezvous_store(config.launcher.timeout_s)
+    positions.at("joining the process group")
+    store = rendezvous.store(config.launcher.timeout_s)
     distributed.join(config.launcher.timeout_s, store)
     quiet_deepspeed()
     ear = stopping.listener()

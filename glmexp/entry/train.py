@@ -20,7 +20,7 @@ from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
 from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
-from glmexp.engine import build, compiled, distributed
+from glmexp.engine import build, compiled, distributed, per_rank
 from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
@@ -30,15 +30,18 @@ from glmexp.entry import artifact, gate, proof, resume
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session, session
+from glmexp.launcher import positions
 from glmexp.launcher.folder import write_json, write_status
 from glmexp.launcher.stopping import Phase, listener
 from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.renderer import Renderer, renderer
+from glmexp.tracker.metrics_file import MetricsFile
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of a training run. Returns the exit code; raises what went wrong."""
     announce_code(config.model)
+    positions.at("preparing data")
     # Data first: its mistakes are found before a model is built, and no process group waits for a long preparation.
     template = renderer(config.model.family, load_tokenizer(config.model))
     data = prepare(config.data, config.train.seed, template)
@@ -74,6 +77,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> Result:
     total = plan.total_steps(config.train.epochs, config.train.max_steps)
 
     ds_config = lower(config, distributed.world_size())
+    positions.at("building the model")
     with explained("loading the model", config, lambda: None):
         with build.partitioned_loading(ds_config):
             kind, _ = attention_kind(config)
@@ -97,6 +101,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> Result:
         here.screen.lines([*data.report, *batches.report()])
         here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done, compiling))
 
+    positions.at("leak gate")
     here.screen.lines([gate.check(engine, config, plan, batches, template, _inputs(config, template))])
     with explained("evaluation", config, lambda: engine.module):
         if done == 0:
@@ -111,6 +116,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> Result:
     keeper.saver.close()
     here.tracker.summary(final)
 
+    positions.at("gathering and writing the artifact", total)
     engine.eval()
     faults = proof.changes(engine, start, method, total)
     proof.write_probe(engine, data.train.shortest(2), here.folder)
@@ -233,6 +239,7 @@ def _loop(
             on_metrics=on_metrics,
             after_step=after_step,
             inputs=inputs,
+            per_rank=_per_rank(here),
             stop=stop,
             notice=lambda line: here.screen.lines([line]),
             guard=lambda phase: explained(phase, here.config, lambda: engine.module),
@@ -241,6 +248,13 @@ def _loop(
         reason = loop.run()
         _phase("end")
     return reason, stop
+
+
+def _per_rank(here: Session) -> per_rank.PerRank:
+    """Numbers of each rank: rank 0 keeps and tells them."""
+    if not here.screen.active:
+        return per_rank.PerRank()
+    return per_rank.PerRank(MetricsFile(here.folder / per_rank.FILE).write, lambda line: here.screen.lines([line]))
 
 
 def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str, Any]]:

@@ -1,22 +1,14 @@
-"""Environment of the ranks: threads, quiet libraries, rendezvous."""
+"""Environment of the ranks: threads, quiet libraries, search paths."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from glmexp.config.schema import RunConfig
 from glmexp.launcher.ranks import gpu_count
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 # What libraries print by themselves goes to the rank's log file (see worker); these they read when they are imported.
 _QUIET = {
@@ -64,24 +56,8 @@ def tools_path(environ: Mapping[str, str] = os.environ) -> str:
 
 
 @contextmanager
-def rank_environment(config: RunConfig) -> Iterator[None]:
-    """``launcher.env``, which every rank inherits."""
-    with _environ(config.launcher.env):
-        yield
-
-
-@contextmanager
-def one_rank_environment(config: RunConfig) -> Iterator[None]:
-    """As ``rank_environment`` for a single rank in this process, with the rendezvous of a world of one."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with rank_environment(config), _environ(alone):
-        yield
-
-
-@contextmanager
-def _environ(values: dict[str, str]) -> Iterator[None]:
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables inside, the former ones afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -92,12 +68,3 @@ def _environ(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@cache
-def rendezvous_store(timeout_s: float) -> Store:
-    """The key-value store of this world, from MASTER_ADDR and MASTER_PORT; one a process."""
-    from torch.distributed.rendezvous import rendezvous
-
-    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    return store

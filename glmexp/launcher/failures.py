@@ -12,7 +12,17 @@ from pathlib import Path
 
 from glmexp.config import redact
 from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE, UserError
+from glmexp.launcher import positions
 from glmexp.launcher.folder import FAILURES, write_json, write_status
+
+STACK_SIGNAL = signal.SIGUSR2
+"""A rank that gets this writes the Python stack of its threads to ``logs/rank<N>.stack``, also from inside a hang."""
+_USUAL = {
+    signal.SIGKILL: "usual cause: the machine ran out of memory (dmesg | tail tells), or somebody ended it",
+    signal.SIGABRT: "usual cause on GPUs: a collective waited longer than launcher.timeout_s (NCCL's watchdog, "
+    "its lines are above)",
+    signal.SIGSEGV: "usual cause: a compiled extension that does not fit this torch",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,8 @@ def of_exception(rank: int, error: BaseException) -> Failure:
 def of_signal(rank: int, number: int) -> Failure:
     """A rank that a signal ended."""
     name = signal.Signals(number).name
-    return Failure(rank, 128 + number, f"ended by signal {number} ({name})", "", time.time())
+    usual = f"; {_USUAL[signal.Signals(number)]}" if number in _USUAL else ""
+    return Failure(rank, 128 + number, f"ended by signal {number} ({name}){usual}", "", time.time())
 
 
 def record(folder: Path, failure: Failure) -> None:
@@ -65,7 +76,26 @@ def first_cause(failures: list[Failure]) -> Failure:
     return min(killed or own or failures, key=lambda failure: failure.time_s)
 
 
-def report(folder: Path, failure: Failure, ranks: int) -> None:
+def conclude(run_folder: Path, ranks: int, exit_codes: dict[int, int], places: list[str] | None = None) -> int:
+    """Show the first cause among what the ranks recorded and how they ended; the run's exit code.
+
+    exit_codes: rank to exit code, minus the signal where one ended it. places: lines about where each rank was, taken
+    before those that hung were ended.
+    """
+    found = recorded(run_folder)
+    known = {failure.rank for failure in found}
+    found += [of_signal(rank, -code) for rank, code in exit_codes.items() if code < 0 and rank not in known]
+    if not found:
+        found = [
+            Failure(rank, EXIT_FAILURE, f"ended with exit code {code} and left no message", "", 0.0)
+            for rank, code in exit_codes.items()
+        ]
+    cause = first_cause(found)
+    report(run_folder, cause, ranks, places)
+    return EXIT_USER_MISTAKE if cause.exit_code == EXIT_USER_MISTAKE else EXIT_FAILURE
+
+
+def report(folder: Path, failure: Failure, ranks: int, places: list[str] | None = None) -> None:
     """Show the failure on the terminal and in status.json."""
     write_status(folder, "failed", rank=failure.rank, exit_code=failure.exit_code, reason=failure.message)
     if failure.exit_code == EXIT_USER_MISTAKE:
@@ -74,4 +104,9 @@ def report(folder: Path, failure: Failure, ranks: int) -> None:
     print(f"\nrank {failure.rank} of {ranks} failed: {failure.message}", file=sys.stderr)
     if failure.trace:
         print(f"\n{failure.trace.rstrip()}", file=sys.stderr)
+    for line in positions.table(folder, ranks) if places is None else places:
+        print(line, file=sys.stderr)
+    stacks = sorted(path.name for path in (folder / "logs").glob("*.stack") if path.stat().st_size)
+    if stacks:
+        print(f"Python stacks of ranks that hung: logs/{', logs/'.join(stacks)}", file=sys.stderr)
     print(f"run folder: {folder}", file=sys.stderr)

@@ -8,11 +8,13 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from glmexp.config import redact
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.identity import identity
 from glmexp.config.inherit import AUTO
@@ -103,8 +105,18 @@ def _environment(config: RunConfig) -> dict[str, Any]:
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "seed": config.train.seed,
         "cpus": os.cpu_count(),
+        "variables": recorded_variables({**os.environ, **config.launcher.env}, config.launcher.env),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_", "MASTER_", "OMP_", "DS_", "SLURM_JOB_ID", "TORCH_EXTENSIONS_DIR")
+
+
+def recorded_variables(environ: Mapping[str, str], chosen: Collection[str] = ()) -> dict[str, str]:
+    """The variables that decide how ranks talk and compute, and those in ``chosen``; nothing that may be a secret."""
+    kept = {name: value for name, value in environ.items() if name.startswith(VARIABLES) or name in chosen}
+    return {name: redact.text(value) for name, value in sorted(kept.items()) if not redact.is_secret(name)}
 
 
 def _git(*words: str) -> str | None:

@@ -250,7 +250,8 @@ def _buffer(config: RunConfig, host: Host) -> Iterator[Problem]:
     size, sizes = config.offload.nvme_buffer_size, sizes_of(config.model)
     if size is None or sizes is None or sizes.vocab_size is None or sizes.hidden_size is None:
         return
-    ranks = config.launcher.nproc or int(host.environ["WORLD_SIZE"])
+    launcher = config.launcher
+    ranks = launcher.nproc * launcher.nnodes if launcher.nproc is not None else int(host.environ["WORLD_SIZE"])
     largest = math.ceil(sizes.vocab_size * sizes.hidden_size / ranks)
     if largest > size:
         yield Problem(

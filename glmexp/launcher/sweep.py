@@ -27,7 +27,7 @@ from glmexp.config.compose import Request
 from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_UNUSABLE, ConfigError, Problem
 from glmexp.config.schema import RunConfig, SweepSection
 from glmexp.config.sweep import Swept, folder_name, in_sweep
-from glmexp.launcher import folder, search, slots, summary, trials
+from glmexp.launcher import folder, search, slots, slurm, summary, trials
 from glmexp.launcher.slots import Slot
 from glmexp.launcher.start import RunRank, start
 from glmexp.launcher.trials import FINISHED, OUTCOMES, RUNNING, STOPPED, STOPPING, WAITING, SweepState, Trial
@@ -51,6 +51,9 @@ def sweep(asked: Request, words: Sequence[str], run_rank: RunRank, compose: Comp
     """
     assert asked.sweep is not None
     if asked.sweep.settings.name == "search":
+        if asked.trials[0].launcher.name == "slurm":
+            what = "slurm: an array has all its trials at once, and a search chooses each by what the earlier ones gave"
+            raise ConfigError(Problem("launcher.name", what, "sweep=grid, or a job that runs the search itself"))
         search.needs_optuna()
     asked, root = _claimed(asked, asked.sweep, _line(words))
     assert asked.sweep is not None
@@ -61,6 +64,8 @@ def sweep(asked: Request, words: Sequence[str], run_rank: RunRank, compose: Comp
         state.line = _line(words)
         state.save()
         if jobs is not None:
+            if asked.trials[0].launcher.name == "slurm":
+                return here.hand_in(jobs)
             here.announce([trial for trial, _ in jobs])
             return here.run(iter([job for job in jobs if here.due(job[0])]))
         here.announce(state.trials)
@@ -277,6 +282,21 @@ class _Sweep:
                 trial.state, trial.metrics, trial.reason = twin.state, twin.metrics, twin.reason
                 trial.same_as, trial.folder = twin.number, twin.folder
                 return
+
+    def hand_in(self, jobs: Sequence[Job]) -> int:
+        """The trials that are due as one array of Slurm; what becomes of them is read when the sweep is taken up."""
+        due = [job for job in jobs if self.due(job[0])]
+        waiting = [one for one, _ in due if slurm.is_queued(self.state.folder_of(one))]
+        for trial in waiting:
+            self.tell(trial, "is in the queue already")
+        due = [job for job in due if job[0] not in waiting]
+        for trial, _ in due:
+            shutil.rmtree(self.state.folder_of(trial), ignore_errors=True)
+            trial.state, trial.reason, trial.metrics = RUNNING, "", {}
+        self.state.save()
+        return (
+            slurm.submit_sweep([config for _, config in due], self.state.root, due[0][1].launcher.slots) if due else 0
+        )
 
     def run(self, jobs: Iterator[Job]) -> int:
         """Run jobs until there are none, or a signal ends all; the exit code."""

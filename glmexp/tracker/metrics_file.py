@@ -23,7 +23,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float] | Mapping[str, list[float]]) -> None:
         """Add a line. Raises OSError if the file cannot be written."""
         assert STEP not in metrics, f"{STEP!r} is the name of the step itself"
         line = json.dumps({STEP: step, **{name: _plain(value) for name, value in metrics.items()}}, ensure_ascii=False)
@@ -55,7 +55,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     return steps
 
 
-def _plain(value: float) -> float | str:
+def _plain(value: float | list[float]) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
     return str(float(value)) if not math.isfinite(value) else value
 
 

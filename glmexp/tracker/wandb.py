@@ -76,6 +76,12 @@ class WandbTracker:
         self._run.define_metric("*", step_metric=STEP)
         return lines
 
+    def mode(self) -> tuple[str, list[str]]:
+        """What a run would be now, online, offline or disabled, and what is to be said about it."""
+        lines: list[str] = []
+        asked = self._settings.mode or os.environ.get("WANDB_MODE") or None
+        return (asked, lines) if asked == "disabled" else (self._mode(asked, lines), lines)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of an optimizer step; steps that were tracked before a resume are not tracked again."""
         self._log(step, metrics)

@@ -26,7 +26,20 @@ from tests.config.test_typos import misspelt
 
 PER_OPERATOR = 40
 CONFIG = config()
-SECTIONS = ("zero", "offload", "precision", "optim", "train", "data", "model", "method", "eval", "launcher", "run")
+SECTIONS = (
+    "zero",
+    "offload",
+    "precision",
+    "optim",
+    "train",
+    "data",
+    "model",
+    "method",
+    "eval",
+    "launcher",
+    "slurm",
+    "run",
+)
 KEYS = sorted(
     key
     for key, options in keys().items()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_torchrun_ranks_share_one_folder_and_one_training(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     (run,) = runs(tmp_path)
     assert status(run)["state"] == "finished"
-    assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    assert sorted(path.name for path in (run / "logs").glob("*.log")) == ["rank0.log", "rank1.log"]
     assert [line["step"] for line in metrics(run)] == [1, 2]
 
 
@@ -42,7 +43,52 @@ def test_deepspeed_launcher(tmp_path: Path) -> None:
     done = glmexp(*SHORT, folder=tmp_path, before=before, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
     (run,) = runs(tmp_path)
-    assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+    assert sorted(path.name for path in (run / "logs").glob("*.log")) == ["rank0.log", "rank1.log"]
+
+
+def test_accelerate_launch(tmp_path: Path) -> None:
+    before = ("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
+    before += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(_free_port()), "-m")
+    done = glmexp(*SHORT, folder=tmp_path, before=before)
+    assert done.returncode == 0, done.stderr
+    (run,) = runs(tmp_path)
+    assert sorted(path.name for path in (run / "logs").glob("*.log")) == ["rank0.log", "rank1.log"]
+
+
+def test_two_machines_by_hand_are_one_run(tmp_path: Path) -> None:
+    """Two parents on the loopback; the second one's folder is another, as on a machine with a disk of its own."""
+    port = _free_port()
+    nodes = ("launcher.nnodes=2", "launcher.nproc=1", "launcher.master_addr=127.0.0.1", f"launcher.master_port={port}")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with started(*SHORT, *nodes, "launcher.node_rank=1", folder=tmp_path / "two") as second:
+        first = glmexp(*SHORT, *nodes, "launcher.node_rank=0", folder=tmp_path / "one")
+        _, err = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + err
+    (run,) = runs(tmp_path / "one")
+    assert not (tmp_path / "two" / "outputs").exists()
+    assert [line["step"] for line in metrics(run)] == [1, 2]
+    assert "2 on cpu" in first.stdout
+    assert sorted(path.name for path in (run / "logs").glob("*.log")) == ["rank0.log", "rank1.log"]
+
+
+def _as_srun(rank: int) -> dict[str, str]:
+    """Variables of a task of ``srun --ntasks 2``, with a number of the job that no other test run has."""
+    own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": str(os.getpid())}
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0"}
+    return {**own, **step, "SLURM_STEP_NODELIST": "node1", "SLURM_STEP_TASKS_PER_NODE": "2"}
+
+
+def test_tasks_of_srun_are_ranks_and_a_mistake_ends_them_all_at_once(tmp_path: Path) -> None:
+    """No launcher ends the others here: rank 0 has to tell them."""
+    begun = time.monotonic()
+    with started("optim.lrr=1", folder=tmp_path, **_as_srun(1)) as second:
+        first = glmexp("optim.lrr=1", folder=tmp_path, **_as_srun(0))
+        _, err = second.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (2, 2), first.stderr + err
+    assert first.stderr.count("did you mean optim.lr?") == 1
+    assert "Traceback" not in first.stderr + err
+    assert time.monotonic() - begun < 60, "and not after a time limit"
 
 
 def test_inprocess_is_the_same_run(tmp_path: Path) -> None:
@@ -63,6 +109,15 @@ def test_a_taken_port_ends_at_once_with_its_number(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert port in done.stderr
     assert "in use" in done.stderr
+
+
+def test_an_own_port_that_is_taken_is_named_and_leaves_no_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = glmexp(*SHORT, f"launcher.master_port={port}", folder=tmp_path)
+    assert done.returncode == 2
+    assert f"launcher.master_port: port {port} is in use by another process" in done.stderr
+    assert not [*tmp_path.iterdir()]
 
 
 def _free_port() -> int:
@@ -97,6 +152,27 @@ def test_a_killed_rank_ends_all_within_30_s_and_is_named(before: tuple[str, ...]
     assert "1" in err
     assert "SIGKILL" in err
     (run,) = runs(tmp_path)
+    assert status(run)["state"] == "failed"
+
+
+def test_a_hang_is_named_while_it_lasts_and_ends_at_the_time_limit(tmp_path: Path) -> None:
+    words = ("launcher.nproc=2", "launcher.timeout_s=15", "launcher.watch_s=3")
+    with started(*LONG, *words, folder=tmp_path) as process:
+        wait_until(lambda: _first_step(tmp_path), 120, "first step")
+        os.kill(_rank_pid(process, 1), signal.SIGSTOP)
+        took = wait_until(lambda: not alive(process), 90, "the time limit, and all processes gone")
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert took > 10, "not before"
+    assert "rank 1 has given no sign for" in err, "while rank 0 waits"
+    assert "rank 0 of 2 failed" in err
+    assert "imed out" in err
+    places = err.split("where each rank was last:")[1].splitlines()[1:3]
+    assert "rank 0  step " in places[0]
+    assert "no sign for" not in places[0]
+    assert "no sign for" in places[1]
+    (run,) = runs(tmp_path)
+    assert "Thread" in (run / "logs" / "rank1.stack").read_text()
     assert status(run)["state"] == "failed"
 
 
