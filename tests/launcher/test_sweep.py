@@ -12,7 +12,7 @@ import pytest
 
 from glmexp.config.errors import ConfigError
 from glmexp.launcher import failures, folder, trials
-from tests.cli import wait_until
+from tests.cli import SHORT, glmexp, metrics, started, wait_until
 from tests.launcher.sweeps import outcomes, parent, run, starts, state
 
 
@@ -70,6 +70,28 @@ def test_kill_9_of_the_parent_in_trial_3_of_8_then_the_same_line_runs_the_other_
     assert [one["first"] for one in starts(root)[2]] == [0, 2], "the broken one goes on from its checkpoint"
     assert not (root / "3_method.rank-4" / "half").exists(), "what has no checkpoint starts in a clean folder"
     assert "trial 0 (method.rank=1) kept: eval/loss/loss 1.2" in capfd.readouterr().out
+
+
+@pytest.mark.kill
+@pytest.mark.timeout(1200)
+def test_the_same_with_eight_real_trainings(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    grid = ("method.rank=2,4", "optim.lr=1e-3,2e-3", "train.seed=1,2")
+    words = ("-m", *SHORT, *grid, "train.save_steps=1", f"hydra.sweep.dir={root}")
+    with started(*words, folder=tmp_path) as process:
+        wait_until(lambda: list(root.glob("2_*/checkpoints/latest")), 600, "trial 3 has a checkpoint")
+        process.kill()
+        process.communicate()
+    first = [one.name for one in root.iterdir() if (one / "artifact").exists()]
+    done = glmexp(*words, folder=tmp_path, timeout_s=1000)
+    assert done.returncode == 0, done.stderr
+    assert outcomes(root) == ["finished"] * 8
+    events = [line.split(maxsplit=3) for line in done.stdout.splitlines() if line[2:3] == ":"]
+    kept = [number for _, _, number, rest in events if ") kept" in rest]
+    assert kept == ["0", "1"] == sorted(name[0] for name in first)
+    assert [number for _, _, number, rest in events if ") goes on" in rest] == ["2"]
+    assert [number for _, _, number, rest in events if ") starts" in rest] == ["3", "4", "5", "6", "7"]
+    assert all([line["step"] for line in metrics(root / one["folder"])] == [1, 2] for one in state(root)["trials"])
 
 
 def test_a_trial_that_finished_as_its_parent_was_killed_is_not_run_again(tmp_path: Path) -> None:
