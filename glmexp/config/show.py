@@ -14,6 +14,7 @@ from glmexp.config.compose import Machine, request
 from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, Problem
 from glmexp.config.hydra_tree import PRIMARY, RecordingLoader
 from glmexp.config.load import dump
+from glmexp.config.redact import redacted
 
 
 def show(arguments: Arguments, machine: Machine) -> int:
@@ -52,7 +53,7 @@ def _show_job(arguments: Arguments, machine: Machine) -> int:
         print(error.report(), file=sys.stderr)
         return EXIT_USER_MISTAKE
     if arguments.resolve:
-        print(_yaml(_packaged(dump(config), arguments.package)), end="")
+        print(_yaml(_packaged(redacted(dump(config)), arguments.package)), end="")
         return 0
     with hydra_tree.hydra_for(arguments) as hydra, hydra_tree.hydra_mistakes():
         hydra.show_cfg(PRIMARY, _handed(hydra, arguments), "job", arguments.package)

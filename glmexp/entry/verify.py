@@ -68,15 +68,15 @@ def judge(run_folder: Path) -> dict[str, Any]:
     card = artifact.read_card(folder)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        export, _ = artifact.load(folder, DTYPES[card.dtype])
+        export: Any = artifact.load(folder, DTYPES[card.dtype])[0].to(device)
         faults = artifact.check(export, card)
         where = artifact.section(card, folder)
         rows = _prompts(where.family, load_tokenizer(where))
-        answers, logits = _speak(export.to(device), rows)
+        answers, logits = _speak(export, rows)
         del export
-        source, others = _source(config, DTYPES[card.dtype])
+        source, others = _source(config, DTYPES[card.dtype], device)
         faults += others
-        expected_answers, expected = _speak(source.to(device), rows)
+        expected_answers, expected = _speak(source, rows)
     except UserError as error:
         return {"faults": [str(problem) for problem in error.problems]}
     largest = max(float(one.abs().max()) for one in expected)
@@ -102,15 +102,16 @@ def judge(run_folder: Path) -> dict[str, Any]:
     }
 
 
-def _source(config: RunConfig, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
+def _source(config: RunConfig, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, list[str]]:
     """The source's own model in ``dtype``, not merged, and what is wrong with it."""
     source: Source = sources.of(config)
     card = source.card
     if card is not None and card.gather != "sharded":  # as its user loads it
         model, _ = artifact.load(source.path, DTYPES[card.dtype], source.section.path)
+        model.to(device)
         faults = artifact.check(model, card)  # before the change of format
         return model.to(dtype), faults
-    return sources.live(source, load_network, dtype), []
+    return sources.live(source, load_network, dtype).to(device), []
 
 
 def _prompts(family: Any, tokenizer: Any) -> list[list[int]]:

@@ -63,7 +63,7 @@ def logits(model: Any) -> torch.Tensor:
         ("model=tiny_qwen2", "method=lora", "method.modules_to_save=[lm_head]"),
         ("model=tiny_chatglm", "method=ptuning"),
         ("model=tiny_chatglm2", "method=freeze"),
-        ("model=tiny_chatglm", "method=full"),
+        pytest.param(("model=tiny_chatglm", "method=full"), marks=pytest.mark.matrix),
         ("model=tiny", "method=lora", "model.add_tokens=['<a1>','<a2>']"),
     ],
 )
@@ -103,6 +103,23 @@ def tied_base(folder: Path) -> Path:
     load_network(config.model, torch.float32).save_pretrained(folder)
     load_tokenizer(config.model).save_pretrained(folder)
     return folder
+
+
+def test_an_adapter_of_peft_alone_is_merged_into_the_named_base(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "model=tiny_qwen2", "method=lora")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(run / "artifact" / name, adapter)
+    _, verdict = exported(adapter, tmp_path / "out", "model=tiny_qwen2", "export.dtype=fp32")
+    assert verdict["faults"] == []
+    whole, _ = artifact.load(tmp_path / "out" / "artifact", torch.float32)
+    live, _ = artifact.load(run / "artifact", torch.float32)
+    assert float((logits(whole) - logits(live)).abs().max()) <= 1e-5 * float(logits(live).abs().max())
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
+    with pytest.raises(ArtifactError, match="use_dora=True cannot be merged"):
+        exported(adapter, tmp_path / "dora", "model=tiny_qwen2")
 
 
 def test_16_bit_shards_in_the_layout_of_transformers(tmp_path: Path) -> None:

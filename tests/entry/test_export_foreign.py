@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from glmexp.config import load as files
 from glmexp.config.compose import run_config
 from glmexp.config.errors import ArtifactError, ConfigError
-from glmexp.engine import ds_files
+from glmexp.engine import build, ds_files, gather
 from glmexp.entry import export, verify
 from glmexp.model.build import location
+from tests.engine import cells, keeping
 from tests.engine.cells import configure
 from tests.ranks import run_on_ranks
 
@@ -36,6 +37,25 @@ def _deepspeed_alone(root: str) -> None:
         _steps(deepspeed, model, stage, Path(root, name), trained == "excluded")
     adapter = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     _steps(deepspeed, get_peft_model(_network(), adapter), 3, Path(root, "lora3"), False)
+    _of_a_run(Path(root, "run"))
+
+
+OWN = ("model=tiny", "method=lora", "zero=stage3", "precision=bf16")
+
+
+def _of_a_run(folder: Path) -> None:
+    """A checkpoint of this product after one step, and its masters."""
+    config = cells.configure(*OWN, "data.max_length=48")
+    engine = cells._engine(config, 2)
+    keeping._steps(engine, config, 0, 1)
+    keeper = keeping.saver(engine, folder)
+    keeper.save(1, keeping.ABOUT)
+    keeper.close()
+    masters = gather.masters(build.trainable(engine.module), engine.optimizer)
+    held = {name: value.cpu().clone() for name, value in masters}
+    if torch.distributed.get_rank() == 0:
+        save_file(held, folder / "masters.safetensors")
+        files.write(config, folder / "config.yaml")
 
 
 def _network() -> Any:
@@ -110,6 +130,25 @@ def test_an_adapter_without_its_settings_takes_them_from_the_command_line(checkp
     assert torch.allclose(held[f"{module}.weight"], expected, atol=1e-6)
     with pytest.raises(ConfigError, match="holds an adapter without its adapter_config"):
         _exported(checkpoints / "lora3", tmp_path / "other", "method=full")
+
+
+def test_a_checkpoint_of_a_run_is_exported_from_its_masters(checkpoints: Path, tmp_path: Path) -> None:
+    """The run's own base in bf16 and float32 masters of the adapter, whatever the number of ranks."""
+    run = checkpoints / "run"
+    held, verdict = _exported(run / "checkpoints" / "step-1", tmp_path / "out", "model=tiny")
+    assert verdict["faults"] == []
+    masters = load_file(run / "masters.safetensors")
+    module = "transformer.encoder.layers.0.self_attention.query_key_value"
+    a, b = (masters[f"base_model.model.{module}.lora_{one}.default.weight"] for one in "AB")
+    base = load_file(Path(location(configure("model=tiny").model)) / "model.safetensors")[f"{module}.weight"]
+    scale = configure(*OWN).method.alpha / configure(*OWN).method.rank
+    assert torch.equal(held[f"{module}.weight"], base.bfloat16().float() + scale * (b @ a))
+    state = run / "checkpoints" / "step-1" / "rank-0.safetensors"
+    content = state.read_bytes()
+    state.write_bytes(content[:-8])
+    with pytest.raises(ArtifactError):
+        _exported(run, tmp_path / "other", "model=tiny")
+    state.write_bytes(content)
 
 
 def test_a_trainer_checkpoint_brings_its_own_sizes(checkpoints: Path, tmp_path: Path) -> None:
