@@ -12,6 +12,7 @@ from torch import nn
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.schema import RunConfig
+from glmexp.engine import grad_norm
 from glmexp.engine.schedule import lr_factor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -75,6 +76,7 @@ def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], t
         dist_init_required=False,
     )
     _forget_warm_up_step(engine.basic_optimizer)
+    grad_norm.fuse(engine.optimizer)
     if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))

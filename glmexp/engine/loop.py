@@ -63,6 +63,8 @@ class Loop:
     stop: StopPoint = field(default_factory=StopPoint)
     notice: Callable[[str], None] = lambda line: None
     """Lines that a person should see."""
+    fused_loss: bool = False
+    """Compile the softmax of the loss: see ``loss.cross_entropy_sum``."""
     guard: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
     """Around each phase: says what to do where the memory does not suffice."""
     _watch: Stopwatch = field(default_factory=Stopwatch, init=False)
@@ -132,7 +134,7 @@ class Loop:
         for number, batch in enumerate(micro_batches, start=1):
             self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             with self._phase("forward"):
-                loss = forward_loss(self.engine, self.inputs(batch), batch)
+                loss = forward_loss(self.engine, self.inputs(batch), batch, self.fused_loss)
             with self._phase("backward"):
                 # The mean over the step's supervised tokens: DeepSpeed averages over ranks, so the sum is scaled up
                 # by their number, and its own division by the accumulation steps is off.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,16 +16,17 @@ CHUNK_ELEMENTS = 1 << 26
 """Logits in float32 at a time (256 MiB): of a large vocabulary all of them would be most of a step's memory."""
 
 
-def forward_loss(model: Any, inputs: Mapping[str, Any], batch: Mapping[str, Any]) -> torch.Tensor:
+def forward_loss(model: Any, inputs: Mapping[str, Any], batch: Mapping[str, Any], fused: bool = False) -> torch.Tensor:
     """One forward of ``model`` (an engine or a network) and the sum that ``loss_sum`` gives.
 
     ``inputs``: what the network is given; ``batch``: has predicting and targets (``data.collate.predictions``). Only
     positions that predict a label reach the output layer: prompts and padding, often most of a batch, get no logits.
+    ``fused``: see ``cross_entropy_sum``.
     """
     head = getattr(model, "module", model).get_output_embeddings()
     with _only(head, batch["predicting"]):
         logits = model(**inputs, use_cache=False).logits
-    return cross_entropy_sum(logits, batch["targets"])
+    return cross_entropy_sum(logits, batch["targets"], fused)
 
 
 @contextmanager
@@ -57,39 +59,61 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy_sum(logits[:, :-1][supervised], targets[supervised])
 
 
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor, fused: bool = False) -> torch.Tensor:
     """Sum of -log softmax(logits)[target], a float32 scalar; 0 without rows.
 
-    logits: (tokens, vocabulary) in any dtype, taken to float32 a chunk of rows at a time, in both directions;
-    targets: (tokens,).
+    logits: (tokens, vocabulary) in any dtype; targets: (tokens,). Taken to float32 a chunk of rows at a time, in both
+    directions, or ``fused`` by torch.compile into kernels that keep no float32 logits at all.
     """
-    return _CrossEntropySum.apply(logits, targets)
+    return _CrossEntropySum.apply(logits, targets, fused)
 
 
 class _CrossEntropySum(torch.autograd.Function):
     """torch's own keeps float32 logits for the backward pass; this keeps them as they came, and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        normalizers = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        picked = torch.empty_like(normalizers)
-        for rows in _chunks(logits):
-            exact = logits[rows].float()
-            normalizers[rows] = exact.logsumexp(dim=1)
-            picked[rows] = exact.gather(1, targets[rows, None])[:, 0]
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, fused: bool) -> torch.Tensor:
+        ctx.fused = fused and len(logits) > 0
+        if ctx.fused:
+            normalizers, picked = _compiled(_terms)(logits, targets)
+        else:
+            normalizers = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+            picked = torch.empty_like(normalizers)
+            for rows in _chunks(logits):
+                normalizers[rows], picked[rows] = _terms(logits[rows], targets[rows])
         ctx.save_for_backward(logits, targets, normalizers)
         return (normalizers - picked).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, targets, normalizers = ctx.saved_tensors
+        if ctx.fused:
+            return _compiled(_gradients)(logits, targets, normalizers, grad), None, None
         result = torch.empty_like(logits)
         for rows in _chunks(logits):
-            share = (logits[rows].float() - normalizers[rows, None]).exp_()
-            share.scatter_add_(1, targets[rows, None], share.new_full((len(share), 1), -1.0))
-            result[rows] = share.mul_(grad)
-        return result, None
+            result[rows] = _gradients(logits[rows], targets[rows], normalizers[rows], grad)
+        return result, None, None
+
+
+def _terms(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log sum exp of each row and its target's logit: two of (rows,), float32."""
+    exact = logits.float()
+    return exact.logsumexp(dim=1), exact.gather(1, targets[:, None])[:, 0]
+
+
+def _gradients(
+    logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """(softmax - one hot) times ``grad``, in the dtype of ``logits``."""
+    shares = (logits.float() - normalizers[:, None]).exp()
+    hits = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return ((shares - hits.float()) * grad).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:

@@ -85,9 +85,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> Result:
         model = method.apply(network, FAMILIES[config.model.family])
         if config.train.gradient_checkpointing:
             _recompute_activations(model)
-        parameters = build.count(build.trainable(model) + build.frozen(model))
-        compiling = compiled.wanted(config.train.compile, config.data.packing, config.zero.stage, parameters)
-        if compiling:
+        if _compiles(config, model):
             compiled.compile_blocks(_network(model))
         engine = build.initialize(model, config, ds_config, total)
     start = proof.before(engine)
@@ -99,7 +97,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> Result:
         write_json(here.folder / "data.json", data.record())
         here.start_tracker()
         here.screen.lines([*data.report, *batches.report()])
-        here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done, compiling))
+        here.screen.facts(f"glmexp {config.run.name}", _facts(here, engine, plan, total, done))
 
     positions.at("leak gate")
     here.screen.lines([gate.check(engine, config, plan, batches, template, _inputs(config, template))])
@@ -135,6 +133,11 @@ def _plan(config: RunConfig, batches: Batches) -> StepPlan:
 def _recompute_activations(model: Any) -> None:
     """Gradient checkpointing that also works where no input of a layer needs a gradient (a frozen embedding)."""
     _network(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _compiles(config: RunConfig, model: Any) -> bool:
+    parameters = build.count(build.trainable(model) + build.frozen(model))
+    return compiled.wanted(config.train.compile, config.data.packing, config.zero.stage, parameters)
 
 
 def _network(model: Any) -> Any:
@@ -240,6 +243,7 @@ def _loop(
             after_step=after_step,
             inputs=inputs,
             per_rank=_per_rank(here),
+            fused_loss=_compiles(here.config, engine.module),
             stop=stop,
             notice=lambda line: here.screen.lines([line]),
             guard=lambda phase: explained(phase, here.config, lambda: engine.module),
@@ -266,7 +270,7 @@ def _inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str
     return lambda batch: model_inputs(batch, config.model.family, gmask_id, kind)
 
 
-def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int, compiling: bool) -> dict[str, str]:
+def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:
     """What will run, for the terminal."""
     config, ranks = here.config, distributed.world_size()
     trained, rest = build.trainable(engine.module), build.frozen(engine.module)
@@ -278,7 +282,7 @@ def _facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int, co
         "attention": " ".join([kind, f"with a dense mask: {reason}" if reason else ""]).strip(),
         "method": f"{config.method.name}, {build.count(trained):,} of them trained",
         "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}"
-        + (", compiled blocks" if compiling else ""),
+        + (", compiled blocks" if _compiles(config, engine.module) else ""),
         "ranks": f"{ranks} on {distributed.device().type}",
         "batch": f"{train.batch_size} rows = {train.micro_batch_size} x {train.grad_accum} x {ranks} "
         "(micro batch x accumulation x ranks)",

@@ -141,3 +141,36 @@ def test_partitioned_output_layers_give_the_same_loss(tmp_path: Path) -> None:
             assert pairs[2][0] < pairs[0][0], "it learns"
             for found, wanted in pairs:
                 assert abs(found - wanted) / len(batch_of(family)["targets"]) <= 1e-6
+
+
+def test_the_fused_softmax_is_the_one_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that a GPU compiles, here as they stand: compiling is torch's business."""
+    monkeypatch.setattr(loss_module, "_compiled", lambda function: function)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 3 * 50)
+    chance = torch.Generator().manual_seed(0)
+    logits = torch.randn(11, 50, generator=chance, requires_grad=True)
+    targets = torch.randint(0, 50, (11,), generator=chance)
+    found = []
+    for fused in (False, True):
+        loss = cross_entropy_sum(logits, targets, fused)
+        found.append((loss, *torch.autograd.grad(loss * 0.5, logits)))
+    wanted = F.cross_entropy(logits, targets, reduction="sum")
+    found.append((wanted, *torch.autograd.grad(wanted * 0.5, logits)))
+    for one in found[:2]:
+        torch.testing.assert_close(one, found[2], rtol=1e-6, atol=1e-6)
+    assert cross_entropy_sum(logits[:0], targets[:0], fused=True) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_on_a_gpu_the_softmax_is_as_exact_as_in_chunks() -> None:
+    chance = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(700, 152064, generator=chance, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 152064, (700,), generator=chance, device="cuda")
+    exact = F.cross_entropy(logits.double(), targets, reduction="sum")
+    (wanted,) = torch.autograd.grad(exact, logits)
+    for fused in (False, True):
+        loss = cross_entropy_sum(logits, targets, fused)
+        assert float(loss) == pytest.approx(float(exact), rel=1e-6)
+        (found,) = torch.autograd.grad(loss, logits)
+        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-9)  # a bfloat16 has 8 bits
