@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from glmexp.engine import distributed, host, states
+from glmexp.engine.flops import learned_rows
 from glmexp.engine.gradients import GradientWatch
 from glmexp.engine.loss import forward_loss, padded_inputs, supervised_tokens
 from glmexp.engine.per_rank import PerRank
-from glmexp.engine.perf import Stopwatch, peak_memory_bytes
+from glmexp.engine.perf import Speed, Stopwatch, peak_memory_bytes
 from glmexp.engine.stop import StopPoint
 from glmexp.launcher import positions
 
@@ -39,6 +40,8 @@ class StepSize:
     rows: int
     places: int
     """Tokens and padding."""
+    operations: int
+    """Useful floating-point operations; 0 where nobody counts them."""
     own_tokens: int
     """This rank's part of the tokens."""
 
@@ -67,6 +70,8 @@ class Loop:
     """Compile the softmax of the loss: see ``loss.cross_entropy_sum``."""
     guard: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
     """Around each phase: says what to do where the memory does not suffice."""
+    speed: Speed | None = None
+    """Counts useful operations and knows the GPU's peak, for perf/mfu. None: not measured."""
     _watch: Stopwatch = field(default_factory=Stopwatch, init=False)
     _last_finite: float = field(default=math.nan, init=False)
     _overflows: int = field(default=0, init=False)
@@ -89,7 +94,7 @@ class Loop:
                     positions.at("data: sums over ranks", step)
                     own_data_s = self._watch.so_far()
                     # Counted before the copy: a count on a GPU would wait for all that was given to it.
-                    size = _size_over_ranks(micro_batches)
+                    size = _size_over_ranks(micro_batches, self.speed)
                     micro_batches = [distributed.to_device(batch) for batch in micro_batches]
             if following is None:
                 return None
@@ -220,6 +225,8 @@ class Loop:
             "mem/host_used_bytes": float(host.used_bytes()),
         }
         metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
+        if self.speed is not None:
+            metrics |= self.speed.metrics(size.operations, step_s, distributed.world_size())
         if self.engine.fp16_enabled():
             metrics["train/loss_scale"] = float(self.engine.optimizer.loss_scale)
             metrics["train/skipped_steps"] = float(self.engine.skipped_steps)
@@ -232,17 +239,20 @@ class Loop:
         return scheduler.base_lrs[0] * factor
 
 
-def _size_over_ranks(micro_batches: Sequence[Batch]) -> StepSize:
+def _size_over_ranks(micro_batches: Sequence[Batch], speed: Speed | None) -> StepSize:
+    """Rows without a label, which fill the last step of an epoch up, count as padding."""
     supervised = sum(supervised_tokens(batch["labels"]) for batch in micro_batches)
-    tokens = sum(int(batch["lengths"].sum()) for batch in micro_batches)
+    tokens = sum(int(batch["lengths"][learned_rows(batch)].sum()) for batch in micro_batches)
     rows = sum(map(_examples, micro_batches))
     places = sum(batch["input_ids"].numel() for batch in micro_batches)
-    totals = distributed.sum_over_ranks([float(supervised), float(tokens), float(rows), float(places)])
+    operations = sum(map(speed.work.of, micro_batches)) if speed is not None else 0
+    mine = (supervised, tokens, rows, places, operations)
+    totals = distributed.sum_over_ranks([float(one) for one in mine])
     assert totals[0] > 0, "a step without a supervised token: the data room lets no such row through"
     return StepSize(*(int(total) for total in (*totals, tokens)))
 
 
 def _examples(batch: Batch) -> int:
-    """Examples that count: blank rows only fill the last step of an epoch up."""
-    learned = (batch["labels"] != -100).any(dim=1)
+    """Examples that count: those of rows with a label."""
+    learned = learned_rows(batch)
     return int((learned * batch["segments"].amax(dim=1)).sum() if "segments" in batch else learned.sum())

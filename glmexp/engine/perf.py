@@ -5,10 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from glmexp.engine.flops import Work
 from glmexp.launcher import positions
+
+LISTED = {
+    "H200": (989.4e12, 66.9e12),
+    "H20": (148e12, 44e12),
+    "H100 NVL": (835.5e12, 60e12),
+    "H100 PCIe": (756e12, 51.2e12),
+    "H100": (989.4e12, 66.9e12),
+    "H800": (989.4e12, 66.9e12),
+    "B200": (2250e12, 75e12),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "A40": (149.7e12, 37.4e12),
+    "A30": (165e12, 10.3e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "RTX A6000": (154.8e12, 38.7e12),
+    "RTX 4090": (165.2e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+"""Operations a second as NVIDIA's data sheets list them, dense: 16 bit on tensor cores with float32 sums, and float32
+(not TF32, which torch does not use unless told). A part of the name that torch gives the device -> both."""
+_MEASURED_SIZE = 8192
+_MEASURED_S = 0.3
 
 
 class Stopwatch:
@@ -70,3 +95,58 @@ def peak_memory_bytes() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a GPU could do at best."""
+
+    flops: float
+    """Operations a second."""
+    source: str
+    """Where the number comes from, for people."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is needed to say how well a GPU is used."""
+
+    work: Work
+    peak: Peak
+
+    def metrics(self, operations: int, step_s: float, ranks: int) -> dict[str, float]:
+        """perf/tflops_per_gpu and perf/mfu of a step with so many useful operations over all ranks."""
+        rate = operations / step_s / ranks
+        return {"perf/tflops_per_gpu": rate / 1e12, "perf/mfu": rate / self.peak.flops}
+
+
+def peak_of(dtype: torch.dtype) -> Peak | None:
+    """This rank's GPU: its listed rate, else one that is measured here. None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return listed(name, dtype) or Peak(_measured(dtype), f"measured on this {name} with a matmul of {_MEASURED_SIZE}")
+
+
+def listed(name: str, dtype: torch.dtype) -> Peak | None:
+    """The data sheet's rate for a device; the longest known part of its name counts."""
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    known = [part for part in LISTED if f" {part} " in f" {name.replace('-', ' ')} "]
+    if not known or tf32 or "Laptop" in name:
+        return None
+    return Peak(LISTED[max(known, key=len)][dtype == torch.float32], f"listed for {name}")
+
+
+def _measured(dtype: torch.dtype) -> float:
+    """The best rate of square matmuls within a moment."""
+    left = torch.randn(_MEASURED_SIZE, _MEASURED_SIZE, device="cuda", dtype=dtype)
+    best, until = float("inf"), time.perf_counter() + _MEASURED_S
+    torch.matmul(left, left)
+    while time.perf_counter() < until:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        torch.matmul(left, left)
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1000)
+    return 2 * _MEASURED_SIZE**3 / best

@@ -26,7 +26,7 @@ from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
 from glmexp.engine.out_of_memory import explained
 from glmexp.engine.stop import StopPoint
-from glmexp.entry import artifact, gate, proof, resume
+from glmexp.entry import artifact, gate, proof, resume, speed
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session, session
@@ -247,6 +247,7 @@ def _loop(
             stop=stop,
             notice=lambda line: here.screen.lines([line]),
             guard=lambda phase: explained(phase, here.config, lambda: engine.module),
+            speed=speed.measured(here, engine.module),
         )
         _phase("loop")
         reason = loop.run()

@@ -1,0 +1,32 @@
+"""How MFU is measured in a run: what is counted, and against which peak."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from glmexp.config.families import FAMILIES
+from glmexp.engine import flops, perf
+from glmexp.engine.build import DTYPES
+from glmexp.entry.session import Session
+from glmexp.launcher.folder import ENVIRONMENT, write_json
+
+
+def work(here: Session, model: Any) -> flops.Work | None:
+    """Useful operations of the model as it is trained; None for networks that nobody knows here."""
+    family = here.config.model.family
+    network = model.get_base_model() if hasattr(model, "get_base_model") else model
+    opens_before = network.config.bos_token_id if family == "chatglm" else None
+    return flops.count(model, FAMILIES[family].layers, opens_before)
+
+
+def measured(here: Session, model: Any) -> perf.Speed | None:
+    """Work and peak, said on the terminal and kept in environment.json. None on a CPU, where MFU has no meaning."""
+    peak, counted = perf.peak_of(DTYPES[here.config.precision.dtype]), work(here, model)
+    if peak is None or counted is None:
+        return None
+    if here.screen.active:
+        environment = json.loads((here.folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        write_json(here.folder / ENVIRONMENT, environment | {"peak_flops": peak.flops, "peak_source": peak.source})
+    here.screen.lines([f"perf/mfu is a share of {peak.flops / 1e12:,.1f} TFLOP/s a GPU, {peak.source}"])
+    return perf.Speed(counted, peak)
