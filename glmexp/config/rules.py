@@ -340,6 +340,21 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield Problem("train.resume", f"without effect under entry={entry}", "leave it out, or entry=train")
     elif resume not in (None, AUTO) and not Path(str(resume)).expanduser().is_dir():
         yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it, or auto")
+    elif resume not in (None, AUTO):
+        yield from _no_checkpoint(Path(str(resume)).expanduser().absolute())
+
+
+def _no_checkpoint(start: Path) -> Iterator[Problem]:
+    """A run folder that has nothing to go on from. Whether a checkpoint is whole is seen when it is read."""
+    for folder in (start, *start.parents):
+        if (folder / "config.yaml").is_file():
+            if not any((folder / "checkpoints").glob("step-*")):
+                yield Problem(
+                    "train.resume",
+                    f"{folder} holds no checkpoint: there is no checkpoints/step-<n> in it",
+                    "runs write them with train.save_steps=N; a run that has none begins anew",
+                )
+            return
 
 
 RULES: tuple[Rule, ...] = (

@@ -17,7 +17,9 @@ from glmexp.launcher import folder
 
 LOCK = ".lock"
 WAIT_S = 30.0
-"""Ranks whose parent was killed need a moment to end."""
+"""For the folder that is to be written in."""
+ORPHANS_S = 5.0
+"""For one that may be somebody else's: ranks whose parent was killed end within it."""
 
 
 def find(config: RunConfig) -> Path | None:
@@ -76,17 +78,11 @@ def _check(run: Path, config: RunConfig) -> None:
 
 
 def _free(run: Path) -> bool:
-    """Nobody writes in this folder; waits for ranks that are about to end."""
+    """Nobody writes in this folder; ranks whose parent was killed get a moment to end."""
     lock = Lock(run)
-    free = lock.take(WAIT_S if folder.read_status(run)["state"] != "running" or _recent(run) else 0.0)
+    free = lock.take(ORPHANS_S)
     lock.release()
     return free
-
-
-def _recent(run: Path) -> bool:
-    """The parent is gone: its ranks will be, too."""
-    pid = folder.read_status(run)["pid"]
-    return not Path(f"/proc/{pid}").exists()
 
 
 class Lock:

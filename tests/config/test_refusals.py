@@ -174,6 +174,8 @@ def test_a_folder_that_holds_a_run_is_refused_unless_overwrite_or_resume_is_aske
         f"    -> another folder, run.overwrite=true to replace it, or train.resume={folder} to go on with it"
     )
     assert config(f"run.dir={folder}", "run.overwrite=true").run.overwrite
+    assert "holds no checkpoint: there is no checkpoints/step-<n> in it" in refusal(f"train.resume={folder}")
+    (folder / "checkpoints" / "step-3").mkdir(parents=True)
     assert config(f"train.resume={folder}").train.resume == str(folder)
 
 

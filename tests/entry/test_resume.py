@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from glmexp.config.errors import ArtifactError, ConfigError, DataError, UserError
+from glmexp.config.load import dump
+from glmexp.engine.checkpoint import Found
+from glmexp.entry import resume
 from tests.cli import alive, glmexp, metrics, started, status, wait_until
+from tests.config.helpers import config
 from tests.entry.kill_plugin import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,3 +150,40 @@ def test_the_matrix_has_the_kills_that_it_promises() -> None:
         assert sum(kill.endswith(":parent") for kill in kills) == 10
         assert sum(kill.split(":")[0] in ("data", "state", "named") for kill in kills) >= 5
         assert sum(kill.startswith("eval") for kill in kills) >= 3
+
+
+def _state(**data: object) -> dict[str, object]:
+    one = {"files": {"rows.jsonl": "a" * 64}, "examples": 8, "rows": "r1", "template": "t" * 64, **data}
+    return {"config": dump(config("train.max_steps=5")), "data": one, "base": "b1", "environment": None}
+
+
+@pytest.mark.parametrize(
+    ("now", "kind", "said"),
+    [
+        ({"config": dump(config("optim.lr=7e-4"))}, ConfigError, "optim.lr: 0.0007, it was 0.001"),
+        (
+            _state(rows="r2", files={"rows.jsonl": "c" * 64}, examples=9),
+            DataError,
+            "rows.jsonl has sha256 cccccccccccc now, aaaaaaaaaaaa in the checkpoint (9 examples now, 8 then)",
+        ),
+        (
+            _state(rows="r2", template="u" * 64),
+            DataError,
+            "chat template and tokenizer have the fingerprint uuuuuuuuuuuu now, tttttttttttt in the checkpoint",
+        ),
+        ({"base": "b2"}, ArtifactError, "its frozen weights have the digest b2, those of checkpoints/step-3 had b1"),
+    ],
+)
+def test_what_has_changed_since_the_checkpoint_is_named_with_both_values(
+    now: dict[str, object], kind: type[UserError], said: str
+) -> None:
+    found = Found(Path("checkpoints/step-3"), {**_state(), "step": 3}, [])
+    with pytest.raises(kind) as caught:
+        resume._same_run(found, {**_state(), **now})
+    assert said in caught.value.report()
+
+
+def test_steps_place_and_tracker_may_change_and_a_moved_file_of_the_same_rows() -> None:
+    found = Found(Path("checkpoints/step-3"), {**_state(), "step": 3}, [])
+    later = dump(config("train.max_steps=9", "train.save_steps=2", "tracker=none", "zero=stage3", "data.num_workers=0"))
+    resume._same_run(found, {**_state(files={"moved.jsonl": "a" * 64}), "config": later})

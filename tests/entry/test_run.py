@@ -125,27 +125,30 @@ def test_checkpointing_trains_the_same_adapter(tmp_path: Path) -> None:
     assert curves["true"] == pytest.approx(curves["false"], abs=1e-5)
 
 
-def test_resume_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_path: Path) -> None:
+def test_a_planned_stop_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_path: Path) -> None:
+    """zero3-03, tracking-02: 8 rows, two epochs, stopped after step 6 in the first; resumed from another folder."""
     data = f"data.train_file={_write(tmp_path / 'lamps.jsonl', LAMPS)}"
-    common = (
-        "eval=none",
-        "precision=fp32",
-        data,
-        "train.micro_batch_size=1",
-        "train.save_steps=5",
-        "optim.schedule=constant",
-    )
-    first = glmexp(*common, "train.max_steps=8", f"run.dir={tmp_path}/a", folder=tmp_path)
+    sizes = ("train.micro_batch_size=1", "train.grad_accum=1", "train.epochs=2", "train.save_steps=4")
+    common = ("eval=none", "precision=fp32", data, *sizes)
+    first = glmexp(*common, "train.stop_after=6", f"run.dir={tmp_path}/a", folder=tmp_path)
     assert first.returncode == 0, first.stderr
+    assert status(tmp_path / "a")["state"] == "stopped"
+    assert "stopped after step 6 (train.stop_after=6)" in first.stdout
+    assert not (tmp_path / "a" / "artifact").exists()
     tracker_id = json.loads((tmp_path / "a" / "tracker.json").read_text())["id"]
-    second = glmexp(*common, "train.max_steps=12", f"train.resume={tmp_path}/a", folder=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    second = glmexp(f"train.resume={tmp_path}/a", folder=tmp_path / "elsewhere")
     assert second.returncode == 0, second.stderr
-    assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 13))
+    assert "going on from step-6" in second.stdout
+    assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 17))
     assert json.loads((tmp_path / "a" / "tracker.json").read_text())["id"] == tracker_id
-    straight = glmexp(*common, "train.max_steps=12", "tracker=none", f"run.dir={tmp_path}/b", folder=tmp_path)
+    straight = glmexp(*common, "tracker=none", f"run.dir={tmp_path}/b", folder=tmp_path)
     assert straight.returncode == 0, straight.stderr
-    resumed, whole = ([line["train/loss"] for line in metrics(tmp_path / name)] for name in ("a", "b"))
-    assert resumed == whole
+    for name in ("train/loss", "train/lr", "train/epoch"):
+        resumed, whole = ([line[name] for line in metrics(tmp_path / run)] for run in ("a", "b"))
+        assert resumed == whole, name
+    saves = [line["step"] for line in metrics(tmp_path / "b") if "perf/save_copy_s" in line]
+    assert saves == [5, 9, 13], "the step after a save says what it cost"
 
 
 def test_a_sweep_runs_every_trial_on_its_slot_and_says_which_blew_up(tmp_path: Path) -> None:

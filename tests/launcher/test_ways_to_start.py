@@ -153,6 +153,7 @@ def test_a_killed_rank_ends_all_within_30_s_and_is_named(before: tuple[str, ...]
     assert "SIGKILL" in err
     (run,) = runs(tmp_path)
     assert status(run)["state"] == "failed"
+    assert not (run / "checkpoints").exists(), "the SIGTERM that follows a dead rank saves nothing"
 
 
 def test_a_hang_is_named_while_it_lasts_and_ends_at_the_time_limit(tmp_path: Path) -> None:
