@@ -64,7 +64,7 @@ def be_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010  it is a property there
     torch.backends.cudnn.benchmark = False
 
 

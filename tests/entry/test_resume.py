@@ -160,7 +160,7 @@ def _state(**data: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("now", "kind", "said"),
     [
-        ({"config": dump(config("optim.lr=7e-4"))}, ConfigError, "optim.lr: 0.0007, it was 0.001"),
+        ({"config": dump(config("optim.lr=7e-4"))}, ConfigError, "optim.lr: 0.0007, it was 0.005"),
         (
             _state(rows="r2", files={"rows.jsonl": "c" * 64}, examples=9),
             DataError,
