@@ -36,7 +36,8 @@ def run_rank(run_folder: Path, shows_failures: bool) -> int:
     _stack_on_signal(run_folder, rank)
     try:
         config = read(run_folder / folder.CONFIG)
-        os.environ.update(config.launcher.env)
+        if config.launcher.name in ("env", "slurm"):  # else the parent has, on each machine as its command line says
+            os.environ.update(config.launcher.env)
         positions.begin(run_folder, rank, _watch(config, run_folder) if shows_failures and rank == 0 else None)
         entry: Callable[..., int] = importlib.import_module(f"glmexp.entry.{config.entry.name}").run
         code = entry(config, run_folder)

@@ -161,7 +161,8 @@ class Ranks:
         if run_folder is None:
             print(f"ranks ended before rank 0 named the run: exit codes {by_rank}", file=sys.stderr)
             return EXIT_FAILURE
-        state = folder.read_status(run_folder)["state"]
+        # A machine that does not share the folder has no status.
+        state = folder.read_status(run_folder)["state"] if (run_folder / folder.STATUS).exists() else ""
         if state == "stopped":
             print(f"stopped: train.resume={run_folder} goes on, or the same line with train.resume=auto")
             return EXIT_STOPPED

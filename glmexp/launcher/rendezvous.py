@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.launcher.environment import set_defaults
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -58,6 +59,7 @@ def store(timeout_s: float) -> Store:
 
 
 def _joined(timeout_s: float) -> Store:
+    set_defaults()
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
