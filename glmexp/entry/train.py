@@ -25,6 +25,7 @@ from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Batch, Loop
 from glmexp.engine.loss import padded_inputs
 from glmexp.engine.out_of_memory import explained
+from glmexp.engine.perf import peak_memory_bytes
 from glmexp.engine.stop import StopPoint
 from glmexp.entry import artifact, gate, proof, resume, speed
 from glmexp.entry.console import relative
@@ -304,7 +305,7 @@ def _prove_and_close(here: Session, faults: list[str], evaluation: Evaluation, f
         ]
     )
     tracker_lines = here.tracker.finish("finished")
-    write_status(here.folder, "finished", steps=last)
+    write_status(here.folder, "finished", steps=last, peak_bytes=peak_memory_bytes())
     where = relative(here.folder)
     here.screen.lines(
         [
