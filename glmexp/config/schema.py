@@ -344,6 +344,9 @@ class TrainSection:
     """The same after so many seconds, counted from when the ranks have found each other."""
     deterministic: bool
     """The same bits from the same run on a GPU: torch's deterministic kernels, which are slower."""
+    profile: bool
+    """Keep where each step's time goes and a Chrome trace of three steps, in profile/ of the run folder. GPU steps wait
+    for the device in the trace."""
 
 
 @dataclass

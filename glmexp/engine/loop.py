@@ -72,7 +72,7 @@ class Loop:
     """Around each phase: says what to do where the memory does not suffice."""
     speed: Speed | None = None
     """Counts useful operations and knows the GPU's peak, for perf/mfu. None: not measured."""
-    _watch: Stopwatch = field(default_factory=Stopwatch, init=False)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     _last_finite: float = field(default=math.nan, init=False)
     _overflows: int = field(default=0, init=False)
     """Steps in a row that fp16 has skipped."""
@@ -83,7 +83,7 @@ class Loop:
         Raises NonFiniteError, naming the step and the last finite loss, and NoGradientError after the first step.
         """
         self.engine.train()
-        self._watch.restart()
+        self.watch.restart()
         batches = iter(self.steps)
         first = True
         while True:
@@ -92,7 +92,7 @@ class Loop:
                 if following is not None:
                     step, micro_batches = following
                     positions.at("data: sums over ranks", step)
-                    own_data_s = self._watch.so_far()
+                    own_data_s = self.watch.so_far()
                     # Counted before the copy: a count on a GPU would wait for all that was given to it.
                     size = _size_over_ranks(micro_batches, self.speed)
                     micro_batches = [distributed.to_device(batch) for batch in micro_batches]
@@ -106,31 +106,34 @@ class Loop:
                 early_norm, scale = self._plain_grad_norm(), self._missing_loss_scale()
                 self._step(step)
 
-            total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
-            loss = total / size.supervised_tokens
-            grad_norm = self._ds_grad_norm() / scale if early_norm is None else early_norm
-            self._check_finite(step, loss, float(grad_norm), scale_before)
-            self._last_finite = loss
-            seconds = self._watch.read()
+            with self.watch.phase("records"):
+                total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
+                loss = total / size.supervised_tokens
+                grad_norm = self._ds_grad_norm() / scale if early_norm is None else early_norm
+                self._check_finite(step, loss, float(grad_norm), scale_before)
+                self._last_finite = loss
+            seconds = self.watch.read()
             self.per_rank.add(size.own_tokens, seconds["step"], own_data_s + seconds["forward"])
             if step % self.log_steps == 0:
-                self.on_metrics(step, self._metrics(step, loss, float(grad_norm), size, seconds))
+                with self.watch.phase("records"):
+                    self.on_metrics(step, self._metrics(step, loss, float(grad_norm), size, seconds))
             reason = self.stop.reason(step, flags)
             reason = self.after_step(step, reason)
             if reason is not None:
                 return reason
-            self._watch.restart()
+            self.watch.restart()
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        with self.guard(name), self._watch.phase(name):
+        with self.guard(name), self.watch.phase(name):
             yield
 
     def _first(self, micro_batches: Sequence[Batch], size: StepSize) -> torch.Tensor:
         """The first step's passes, with a look at what they reach."""
         with GradientWatch(self.engine.module) as reached:
             summed = self._forward_backward(micro_batches, size)
-        reached.check()
+        with self.watch.phase("records"):
+            reached.check()
         return summed
 
     def _forward_backward(self, micro_batches: Sequence[Batch], size: StepSize) -> torch.Tensor:

@@ -1,15 +1,20 @@
-"""How MFU is measured in a run: what is counted, and against which peak."""
+"""How a run measures its speed: what counts as useful work, against which peak, and the time line."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from glmexp.config.families import FAMILIES
 from glmexp.engine import flops, perf
 from glmexp.engine.build import DTYPES
+from glmexp.engine.perf import Stopwatch
+from glmexp.engine.profile import FOLDER, TimeLine
 from glmexp.entry.session import Session
 from glmexp.launcher.folder import ENVIRONMENT, write_json
+from glmexp.tracker.metrics_file import MetricsFile
 
 
 def work(here: Session, model: Any) -> flops.Work | None:
@@ -30,3 +35,27 @@ def measured(here: Session, model: Any) -> perf.Speed | None:
         write_json(here.folder / ENVIRONMENT, environment | {"peak_flops": peak.flops, "peak_source": peak.source})
     here.screen.lines([f"perf/mfu is a share of {peak.flops / 1e12:,.1f} TFLOP/s a GPU, {peak.source}"])
     return perf.Speed(counted, peak)
+
+
+def stopwatch(here: Session) -> Stopwatch:
+    """What times the phases of a step; with ``train.profile`` it keeps them. Every rank needs the same kind."""
+    if not here.config.train.profile:
+        return Stopwatch()
+    if not here.screen.active:
+        return TimeLine(None)
+    (here.folder / FOLDER).mkdir(exist_ok=True)
+    return TimeLine(here.folder, MetricsFile(here.folder / FOLDER / "steps.jsonl").write)
+
+
+@contextmanager
+def closing(watch: Stopwatch, here: Session) -> Iterator[None]:
+    """Around the loop: at its end the time line is written and told, where there is one."""
+    if not isinstance(watch, TimeLine):
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        watch.abandon()
+        raise
+    here.screen.lines(watch.close())

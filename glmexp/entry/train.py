@@ -214,16 +214,18 @@ def _loop(
             reason = None  # it is done
         last = step == total and train.save_steps is not None
         if reason is not None or last or (train.save_steps is not None and step % train.save_steps == 0):
-            keeper.save(step, evaluation)
+            with watch.phase("save"):
+                keeper.save(step, evaluation)
         if reason is None and step < total and evaluation.due(step):
-            metrics = evaluation.run(step, all_hooks=False)
+            with watch.phase("eval"):
+                metrics = evaluation.run(step, all_hooks=False)
             keeper.judge(step, metrics)
             reason = stop.reason(step, distributed.sum_over_ranks(stop.flags()))  # it may have taken long
             if reason is not None:
                 keeper.save(step, evaluation)
         return reason
 
-    swap = SwapWatch()
+    watch, swap = speed.stopwatch(here), SwapWatch()
     with here.screen.progress(total, done) as bar:
 
         def on_metrics(step: int, metrics: dict[str, float]) -> None:
@@ -249,9 +251,11 @@ def _loop(
             notice=lambda line: here.screen.lines([line]),
             guard=lambda phase: explained(phase, here.config, lambda: engine.module),
             speed=speed.measured(here, engine.module),
+            watch=watch,
         )
         _phase("loop")
-        reason = loop.run()
+        with speed.closing(watch, here):
+            reason = loop.run()
         _phase("end")
     return reason, stop
 

@@ -16,6 +16,7 @@ _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells when it starts and stops
     # Threads that wait sleep: spinning ones made a tiny model 8 times slower on two cores that others use too.
     "OMP_WAIT_POLICY": "PASSIVE",
 }

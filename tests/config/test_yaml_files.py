@@ -23,7 +23,7 @@ EXTRA = {
     ("sweep", "search"): ["method.rank=2,4"],
 }
 STUDIES = "experiments"
-COUNT = 58
+COUNT = 59
 COUNT_OF_STUDIES = 1
 
 
