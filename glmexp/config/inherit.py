@@ -17,6 +17,7 @@ from typing import Any
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Origin, Tree
 from glmexp.config.load import flatten, shown
+from glmexp.config.redact import HIDDEN
 from glmexp.config.schema import TrainSection
 
 CONFIG = "config.yaml"
@@ -158,6 +159,11 @@ def inherit(tree: Tree, saved: Saved, explicit: Collection[str], chosen: Mapping
         leaves = flatten(now, section)
         own = {key: leaves[key] for key in explicit if key in leaves}
         problems.extend(_contradictions(own, flatten(values, section), tree, saved))
+        problems.extend(
+            Problem(key, f"is a secret that {saved.file} was written without", f"give it again: {key}=...")
+            for key, value in flatten(values, section).items()
+            if HIDDEN in str(value) and key not in own
+        )
         _put(tree, section, values, own, saved)
     return problems
 

@@ -10,7 +10,7 @@ import pytest
 from glmexp.config import redact
 from glmexp.config.load import dump, read, write
 from glmexp.launcher import failures
-from tests.config.helpers import config
+from tests.config.helpers import config, refusal
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,11 @@ def test_failures_and_logs_hold_no_secret(tmp_path: Path, monkeypatch: pytest.Mo
     assert "s3cr3t-value" not in failure.message + failure.trace
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "header %s", ("s3cr3t-value",), None)
     assert redact.Formatter("%(message)s").format(record) == "header <hidden>"
+
+
+def test_a_resumed_run_must_be_given_its_secrets_again(tmp_path: Path) -> None:
+    project = "tracker.project='http://me:pass1234@host/p'"
+    write(config(project), tmp_path / "config.yaml")
+    words = (f"train.resume={tmp_path}", "launcher.nproc=1")
+    assert "tracker.project: is a secret" in refusal(*words)
+    assert "tracker.project" not in refusal(*words, project), "given, only the checkpoint is missing here"
