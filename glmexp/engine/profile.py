@@ -134,7 +134,7 @@ class TimeLine(Stopwatch):
     folder: Path | None
     """Run folder; None: measure, so that all ranks do the same, and keep nothing."""
     record: Callable[[int, dict[str, float]], None] = lambda step, row: None
-    """Gets the number of each step of this process (from 1) and its seconds by phase."""
+    """Gets the number of each step of this process (from 1) and its seconds: data_s, forward_s, ..., step_s."""
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, STEP), 0.0))
     _phase: str = ""
     _spent: dict[str, float] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class TimeLine(Stopwatch):
             for name, seconds in row.items():
                 self.sums[name] += seconds
             self._recorded += 1
-            self.record(self._recorded, row)
+            self.record(self._recorded, {f"{name}_s": seconds for name, seconds in row.items()})
         self._rows.clear()
 
     def _trace(self, done: int) -> None:

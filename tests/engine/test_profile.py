@@ -58,13 +58,13 @@ def test_the_split_adds_up_and_waiting_for_a_slow_rank_is_communication(tmp_path
     for rows in (quick, slow):
         assert len(rows) == 12
         for row in rows:
-            parts = sum(row[name] for name in profile.PHASES if name != profile.OTHER)
-            assert parts == pytest.approx(row[profile.STEP], rel=0.05)
-            assert all(row[name] >= 0 for name in profile.PHASES if name != profile.OTHER)
-            assert row["save"] >= 0.01
-            assert row["eval"] == 0
-    assert all(row["data"] < 0.3 * SLEEP_S < row[profile.COMMUNICATION] for row in quick)
-    assert all(row["data"] >= SLEEP_S for row in slow)
+            parts = [row[f"{name}_s"] for name in profile.PHASES if name != profile.OTHER]
+            assert sum(parts) == pytest.approx(row["step_s"], rel=0.05)
+            assert min(parts) >= 0
+            assert row["save_s"] >= 0.01
+            assert row["eval_s"] == 0
+    assert all(row["data_s"] < 0.3 * SLEEP_S < row["communication_s"] for row in quick)
+    assert all(row["data_s"] >= SLEEP_S for row in slow)
     summary = json.loads((tmp_path / "2" / "profile" / "summary.json").read_text())
     assert (summary["steps"], summary["largest"], summary["traced"]) == (6, "communication", True)
     with gzip.open(tmp_path / "3" / "profile" / "trace.json.gz", "rt") as file:
