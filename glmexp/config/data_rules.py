@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glmexp.config.entries import TRAINS
 from glmexp.config.errors import Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import EvalSection, RunConfig
@@ -37,8 +38,8 @@ def files(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             f"{data.holdout} rows and eval_file={data.eval_file} both say what is held out",
             "give one of them; the other one null",
         )
-    if entry == "train" and data.train_file is None:
-        yield Problem("data.train_file", "is null, and entry=train needs rows", "data.train_file=FILE")
+    if entry in TRAINS and data.train_file is None:
+        yield Problem("data.train_file", f"is null, and entry={entry} needs rows", "data.train_file=FILE")
     if entry == "evaluate" and needs_rows(config.eval) and data.eval_file is None and data.holdout is None:
         asking = ", ".join(name for name, hook in config.eval.hooks.items() if not brings_prompts(hook))
         yield Problem("data.eval_file", f"is null, and eval={asking} needs held-out rows", "data.eval_file=FILE")

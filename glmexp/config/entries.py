@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from glmexp.config.bounds import Bound, Seconds
+from glmexp.config.bounds import Bound, Count, Seconds
+
+TRAINS = ("train", "trainer")
+"""Entries that train what the configuration says, step by step, and leave an artifact."""
 
 
 @dataclass
@@ -44,3 +47,23 @@ class DoctorSection:
     """Print the findings, and what they were judged by, as JSON."""
     timeout_s: Seconds | None
     """Seconds that the measured all-reduce of this configuration's ranks may take. Null: it is not measured."""
+
+
+@dataclass
+class TrainerSection:
+    """What entry=trainer hands to transformers' Trainer."""
+
+    callbacks: list[str]
+    """TrainerCallbacks of your own, module:Class each, on PYTHONPATH or in this folder; made without arguments."""
+
+
+@dataclass
+class ParitySection:
+    """Which cells smoke.parity holds against one process."""
+
+    rows: Count
+    """Examples of the global batch that every cell learns from; its divisors are the micro batches."""
+    ranks: list[Count] | None
+    """World sizes. Null: 1, and 2 where the machine has no GPU or at least two."""
+    cells: Count | None
+    """At most so many cells, spread over all. Null: all of them."""

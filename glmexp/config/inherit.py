@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glmexp.config.entries import TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Origin, Tree
 from glmexp.config.load import flatten, shown
@@ -88,14 +89,14 @@ class Saved:
 def saved_by(values: Mapping[str, Any]) -> Saved | None:
     """What ``train.resume`` or ``artifact.path`` brings. Paths without such a file are left to the rules."""
     resume = _text(values, "train", "resume")
-    if resume not in (None, AUTO) and _text(values, "entry", "name") == "train":
+    if resume not in (None, AUTO) and _text(values, "entry", "name") in TRAINS:
         start = Path(str(resume)).expanduser().absolute()
         for folder in (start, *start.parents):
             if (folder / CONFIG).is_file():
                 sections = {name: section for name, section in _mapping(folder / CONFIG).items() if name in RESUMED}
                 return Saved(folder / CONFIG, sections, "the resumed run", "or a new run without train.resume")
     artifact = _text(values, "artifact", "path")
-    if artifact is not None and _text(values, "entry", "name") != "train":
+    if artifact is not None and _text(values, "entry", "name") not in TRAINS:
         start = Path(artifact).expanduser().absolute()
         for folder in (start, start / "artifact"):
             if (folder / CARD).is_file():
@@ -109,6 +110,15 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
             saved = _mapping(run / CONFIG)
             sections = {name: saved[name] for name in ("model", "method", "precision") if name in saved}
             return Saved(run / CONFIG, sections, "the run of this checkpoint", "or name another checkpoint")
+    return None
+
+
+def entry_of(path: Path) -> str | None:
+    """What the run that a path lies in did: its ``entry.name``; None where it lies in no run."""
+    start = path.expanduser().absolute()
+    for folder in (start, *start.parents):
+        if (folder / CONFIG).is_file():
+            return _text(_mapping(folder / CONFIG), "entry", "name")
     return None
 
 

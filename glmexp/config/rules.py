@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config import data_rules, ds_rules, export_rules, launch_rules, model_rules, sweep
+from glmexp.config import data_rules, ds_rules, export_rules, launch_rules, model_rules, sweep, trainer_rules
+from glmexp.config.entries import TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import AUTO
@@ -52,7 +53,7 @@ def check(
 def derive(config: RunConfig, ranks: int) -> RunConfig:
     """Fill in what follows from the rest: batch numbers for training, whole paths. Raises ConfigError."""
     train = config.train
-    if config.entry.name == "train":
+    if config.entry.name in TRAINS:
         numbers = _batch(config, ranks)
         if isinstance(numbers, Problem):
             raise ConfigError(numbers)
@@ -99,7 +100,7 @@ def _whole_if_there(path: str | None) -> str | None:
 def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
     """What is allowed and may still surprise, each with the key in question."""
     found = []
-    if config.entry.name == "train":
+    if config.entry.name in TRAINS:
         if config.eval.hooks and config.data.eval_file is None and config.data.holdout is None:
             hooks = ", ".join(config.eval.hooks)
             found.append(f"eval: no held-out rows, so {hooks} will not run; data.eval_file=FILE or data.holdout=ROWS")
@@ -159,7 +160,7 @@ def _indivisible(batch: int, name: str, number: int, ranks: int) -> Problem:
 
 
 def _batches(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.entry.name == "train":
+    if config.entry.name in TRAINS:
         numbers = _batch(config, facts.ranks)
         if isinstance(numbers, Problem):
             yield numbers
@@ -323,10 +324,10 @@ def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     entry, artifact, resume = config.entry.name, config.artifact.path, config.train.resume
-    if entry == "train" and artifact is not None:
+    if entry in TRAINS and artifact is not None:
         yield Problem(
             "artifact.path",
-            "entry=train starts from the base model, not from an artifact",
+            f"entry={entry} starts from the base model, not from an artifact",
             "entry=evaluate to measure it, or train.resume=RUN to go on with a run",
         )
     elif artifact is not None and not Path(artifact).expanduser().is_dir():
@@ -336,11 +337,11 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             yield Problem(key, f"without effect under entry={entry}", "entry=doctor")
     if entry == "evaluate" and not config.eval.hooks:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
-    if resume is not None and entry != "train":
+    if resume is not None and entry not in TRAINS:
         yield Problem("train.resume", f"without effect under entry={entry}", "leave it out, or entry=train")
     elif resume not in (None, AUTO) and not Path(str(resume)).expanduser().is_dir():
         yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it, or auto")
-    elif resume not in (None, AUTO):
+    elif resume not in (None, AUTO) and entry == "train":
         yield from _no_checkpoint(Path(str(resume)).expanduser().absolute())
 
 
@@ -381,4 +382,5 @@ RULES: tuple[Rule, ...] = (
     _run,
     _entry,
     export_rules.check,
+    trainer_rules.check,
 )

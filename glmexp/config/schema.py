@@ -15,7 +15,7 @@ from glmexp.config.bounds import Count as Count
 from glmexp.config.bounds import Elements as Elements
 from glmexp.config.bounds import ElementsOrNone as ElementsOrNone
 from glmexp.config.bounds import Rate as Rate
-from glmexp.config.entries import DoctorSection, ExportSection, InspectSection
+from glmexp.config.entries import DoctorSection, ExportSection, InspectSection, ParitySection, TrainerSection
 from glmexp.config.launch_schema import LauncherSection, SlurmSection
 
 Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
@@ -372,8 +372,9 @@ class SweepSection:
 class EntrySection:
     """What the run does."""
 
-    name: Literal["train", "evaluate", "export", "inspect", "doctor"]
-    """train; evaluate: hooks on an artifact or base; export: a whole model; inspect: show data; doctor."""
+    name: Literal["train", "trainer", "evaluate", "export", "inspect", "doctor"]
+    """train; trainer: the same through transformers' Trainer; evaluate: hooks on an artifact or base; export: a whole
+    model; inspect: show data; doctor."""
 
 
 @dataclass
@@ -413,6 +414,8 @@ class RunConfig:
     inspect: InspectSection
     export: ExportSection
     doctor: DoctorSection
+    trainer: TrainerSection
+    parity: ParitySection
     gather: GatherSection
     eval: EvalSection
     tracker: Any

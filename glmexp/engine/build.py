@@ -53,34 +53,48 @@ def count(parameters: list[tuple[str, nn.Parameter]]) -> int:
 
 
 def initialize(model: nn.Module, config: RunConfig, ds_config: dict[str, Any], total_steps: int) -> Any:
-    """The DeepSpeed engine over ``model``. Only trainable parameters reach the optimizer.
-
-    Trained parameters get the run's dtype first: DeepSpeed casts them at stages 0 to 2 and leaves what was added
-    after a
-    partitioned loading alone at stage 3, and what an artifact holds must not depend on the stage.
-    """
+    """The DeepSpeed engine over ``model``. Only trainable parameters reach the optimizer."""
     import deepspeed
 
+    make_ready(model, config)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=None,
+        optimizer=optimizer(model, config),
+        lr_scheduler=lambda optimizer: schedule(optimizer, config, total_steps),
+        config=ds_config,
+        dist_init_required=False,
+    )
+    set_right(engine, config)
+    return engine
+
+
+def make_ready(model: nn.Module, config: RunConfig) -> None:
+    """What a model needs before DeepSpeed gets it.
+
+    Trained parameters get the run's dtype: DeepSpeed casts them at stages 0 to 2 and leaves what was added after a
+    partitioned loading alone at stage 3, and what an artifact holds must not depend on the stage.
+    """
     _check_leaf_modules(model, config.zero.leaf_modules or [])
     dtype = DTYPES[config.precision.dtype]
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=None,
-        optimizer=_optimizer(model, config),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: lr_factor(config.optim, total_steps, step)
-        ),
-        config=ds_config,
-        dist_init_required=False,
-    )
+
+
+def schedule(
+    optimizer: torch.optim.Optimizer, config: RunConfig, total_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate over the steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config.optim, total_steps, step))
+
+
+def set_right(engine: Any, config: RunConfig) -> None:
+    """What a new DeepSpeed engine needs before its first step."""
     _forget_warm_up_step(engine.basic_optimizer)
     grad_norm.fuse(engine.optimizer)
     if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))
-    return engine
 
 
 def _check_leaf_modules(model: nn.Module, names: list[str]) -> None:
@@ -154,7 +168,7 @@ def _forget_warm_up_step(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()
 
 
-def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+def optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only (no biases, no norms), as is usual."""
     optim = config.optim
     decayed = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) > 1]

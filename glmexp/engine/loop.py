@@ -73,6 +73,8 @@ class Loop:
     speed: Speed | None = None
     """Counts useful operations and knows the GPU's peak, for perf/mfu. None: not measured."""
     watch: Stopwatch = field(default_factory=Stopwatch)
+    grad_norm: float = field(default=math.nan, init=False)
+    """Of the last step, before clipping."""
     _last_finite: float = field(default=math.nan, init=False)
     _overflows: int = field(default=0, init=False)
     """Steps in a row that fp16 has skipped."""
@@ -101,27 +103,31 @@ class Loop:
 
             summed = self._first(micro_batches, size) if first else self._forward_backward(micro_batches, size)
             first = False
-            scale_before = self._loss_scale()
-            with self._phase("optimizer"):
-                early_norm, scale = self._plain_grad_norm(), self._missing_loss_scale()
-                self._step(step)
-
-            with self.watch.phase("records"):
-                total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
-                loss = total / size.supervised_tokens
-                grad_norm = self._ds_grad_norm() / scale if early_norm is None else early_norm
-                self._check_finite(step, loss, float(grad_norm), scale_before)
-                self._last_finite = loss
-            seconds = self.watch.read()
-            self.per_rank.add(size.own_tokens, seconds["step"], own_data_s + seconds["forward"])
-            if step % self.log_steps == 0:
-                with self.watch.phase("records"):
-                    self.on_metrics(step, self._metrics(step, loss, float(grad_norm), size, seconds))
-            reason = self.stop.reason(step, flags)
+            reason = self._take_step(step, size, summed, own_data_s)
             reason = self.after_step(step, reason)
             if reason is not None:
                 return reason
             self.watch.restart()
+
+    def _take_step(self, step: int, size: StepSize, summed: torch.Tensor, own_data_s: float) -> str | None:
+        """The optimizer step, and a look at its numbers. Returns why the run stops after it."""
+        scale_before = self._loss_scale()
+        with self._phase("optimizer"):
+            early_norm, scale = self._plain_grad_norm(), self._missing_loss_scale()
+            self._step(step)
+
+        with self.watch.phase("records"):
+            total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
+            loss = total / size.supervised_tokens
+            self.grad_norm = float(self._ds_grad_norm() / scale if early_norm is None else early_norm)
+            self._check_finite(step, loss, self.grad_norm, scale_before)
+            self._last_finite = loss
+        seconds = self.watch.read()
+        self.per_rank.add(size.own_tokens, seconds["step"], own_data_s + seconds["forward"])
+        if step % self.log_steps == 0:
+            with self.watch.phase("records"):
+                self.on_metrics(step, self._metrics(step, loss, self.grad_norm, size, seconds))
+        return self.stop.reason(step, flags)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from glmexp.config.entries import TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.memory import EXACT_PINNING, host_bytes, nvme_bytes, pinned_by_deepspeed, sizes_of
 from glmexp.config.schema import RunConfig
@@ -100,7 +101,7 @@ def prepare(config: RunConfig) -> RunConfig:
 
     Returns the configuration with ``offload.adam`` decided. Raises ConfigError with what is missing and the ways out.
     """
-    if config.entry.name != "train":
+    if config.entry.name not in TRAINS:
         return config
     host = Host.here()
     problems = [*missing(config, host)]
