@@ -23,7 +23,7 @@ EXTRA = {
     ("sweep", "search"): ["method.rank=2,4"],
 }
 STUDIES = "experiments"
-COUNT = 59
+COUNT = 60
 COUNT_OF_STUDIES = 1
 
 
