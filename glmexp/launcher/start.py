@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from glmexp.config import redact
-from glmexp.config.errors import EXIT_FAILURE
+from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED
 from glmexp.config.identity import identity
 from glmexp.config.inherit import AUTO
 from glmexp.config.load import dump, read, write
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import environment, folder, handover, local, needs, rendezvous, slurm, unfinished
 from glmexp.launcher.ranks import Outside, slurm_task
+from glmexp.launcher.stopping import POLITE
 
 ALONE = ("inspect", "export")
 """Entries that one process does: nothing is trained."""
@@ -72,6 +75,8 @@ def _lead(config: RunConfig, run_folder: Path, run_rank: RunRank) -> int:
 def in_job(run_folder: Path, run_rank: RunRank) -> int:
     """A task of the job that launcher=slurm handed in: rank 0 looks at the machine, which is not the one before."""
     outside = slurm_task()
+    for number in POLITE:
+        signal.signal(number, lambda *_: _stopped_before_it_began(run_folder, outside.rank))
     if outside.rank != 0:
         return follow(outside, run_rank)
     outside.export()
@@ -83,6 +88,13 @@ def in_job(run_folder: Path, run_rank: RunRank) -> int:
     except SystemExit:
         folder.write_status(run_folder, "failed", reason="rank 0 could not begin; the job's output says why")
         raise
+
+
+def _stopped_before_it_began(run_folder: Path, rank: int) -> NoReturn:
+    """The end of the job's time comes while libraries are still loaded: nothing is lost, and the run can begin anew."""
+    if rank == 0:
+        folder.write_status(run_folder, "stopped", reason="asked to stop before the first step")
+    os._exit(EXIT_STOPPED)
 
 
 def follow(outside: Outside, run_rank: RunRank) -> int:
