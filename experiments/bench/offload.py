@@ -75,7 +75,7 @@ def measure(cell: str, asked: argparse.Namespace) -> dict[str, object]:
             late = time.monotonic() - started > asked.limit_s
             if late or (len(_lines(run)) >= asked.steps and not asked.whole):
                 ended_here = True
-                os.killpg(process.pid, signal.SIGTERM)
+                os.killpg(process.pid, signal.SIGINT)  # SIGTERM would save first
                 process.wait(timeout=60)
             time.sleep(0.2)
         lines = _lines(run)

@@ -17,7 +17,7 @@ from typing import Any
 from glmexp.config.entries import TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Origin, Tree
-from glmexp.config.load import flatten, shown
+from glmexp.config.load import REGISTERED, flatten, shown
 from glmexp.config.redact import HIDDEN
 from glmexp.config.schema import TrainSection
 
@@ -189,7 +189,8 @@ def _put(tree: Tree, section: str, values: Mapping[str, Any], own: Mapping[str, 
     now = tree.values[section]
     merged = copy.deepcopy(dict(values))
     identity = IDENTITY.get(section, "name")
-    if section != "eval" and now.get(identity) == values.get(identity):
+    same = now.get(identity) == values.get(identity)
+    if section != "eval" and (same or section not in REGISTERED):
         merged = {**now, **merged}  # keys that are younger than the saved file
     before = flatten(now, section)
     for key in (key for key in OWN_KEYS if key in before):

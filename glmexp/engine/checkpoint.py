@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.engine import checkpoint_files as files
 from glmexp.engine import distributed, rng, states
+from glmexp.engine import host as machine
 from glmexp.engine.checkpoint_files import Entry
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,30 @@ class HostCopy:
         return self._chunks[-1], 0
 
 
+class NoCopy(HostCopy):
+    """For hosts without room for a copy: the bytes are read where they lie, while training waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[torch.Tensor] = []
+
+    def clear(self) -> None:
+        self._tensors.clear()
+
+    def append(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor itself."""
+        self._tensors.append(tensor.detach())
+
+    def parts(self) -> Iterator[memoryview]:
+        for tensor in self._tensors:
+            for block in tensor.contiguous().view(torch.uint8).split(_LAST_CHUNK):
+                yield block.cpu().numpy().data
+
+
+ROOM = 0.8
+"""Share of the host's free memory that copies of all its ranks may take."""
+
+
 @dataclass
 class Saver:
     """Writes the checkpoints of one run. Every method but ``judge`` is collective, in the same order on all ranks."""
@@ -92,7 +118,8 @@ class Saver:
     token: str
     """The same word on all ranks and another in each process: two lives of a run share no folder of a save."""
     lowest_is_best: bool = True
-    _host: HostCopy = field(default_factory=HostCopy, init=False)
+    _host: HostCopy | None = field(default=None, init=False)
+    """Where states are copied to: decided at the first save."""
     _thread: threading.Thread | None = field(default=None, init=False)
     _error: BaseException | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
@@ -109,7 +136,8 @@ class Saver:
         begun = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
-        entries, extra = self._copy(step)
+        host = self._host = self._host or self._room()
+        entries, extra = self._copy(step, host)
         folder = self.run_folder / files.FOLDER / f".{files.step_name(step)}.{self.token}"
         state = {
             "layout": files.LAYOUT,
@@ -120,9 +148,14 @@ class Saver:
             **about,
         }
         self._step, self._error, self._judged = step, None, None
-        arguments = (folder, distributed.rank(), distributed.world_size(), entries, extra, state)
-        self._thread = threading.Thread(target=self._guarded, args=arguments, name=f"checkpoint {step}", daemon=True)
-        self._thread.start()
+        arguments = (folder, distributed.rank(), distributed.world_size(), entries, extra, state, host)
+        if isinstance(host, NoCopy):
+            self._guarded(*arguments)
+            self.wait()
+        else:
+            name = f"checkpoint {step}"
+            self._thread = threading.Thread(target=self._guarded, args=arguments, name=name, daemon=True)
+            self._thread.start()
         return {"wait": waited - begun, "copy": time.perf_counter() - waited}
 
     def check(self) -> None:
@@ -163,12 +196,21 @@ class Saver:
         if best is None or best["metric"] != found["metric"] or sign * found["value"] < sign * best["value"]:
             files.write_json(self.run_folder / files.FOLDER / files.BEST, found)
 
-    def _copy(self, step: int) -> tuple[list[Entry], dict[str, str]]:
+    def _room(self) -> HostCopy:
+        """A copy on the host where all its ranks' copies fit into the memory that is free there."""
+        free = machine.available_bytes()
+        needed = states.size_bytes(self.engine) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if free is None or needed <= ROOM * free or states.on_nvme(self.engine):
+            return HostCopy()
+        log.warning("%d bytes of states, %d of memory free: training waits while checkpoints are written", needed, free)
+        return NoCopy()
+
+    def _copy(self, step: int, host: HostCopy) -> tuple[list[Entry], dict[str, str]]:
         """This rank's pieces and random numbers into host memory. Collective: all ranks know if one is not finite."""
         entries: list[Entry] = []
         sums: list[torch.Tensor] = []
         adam_steps: dict[str, float] = {}
-        self._host.clear()
+        host.clear()
 
         def take(piece: states.Piece) -> None:
             for kind in states.KINDS:
@@ -176,7 +218,7 @@ class Saver:
                 if tensor is None:
                     tensor = torch.zeros(piece.length)
                 entries.append(Entry(f"{kind}:{piece.name}@{piece.offset}", "F32", piece.length))
-                self._host.append(tensor)
+                host.append(tensor)
                 sums.append(tensor.sum())
             adam_steps[piece.name] = piece.step
 
@@ -184,8 +226,8 @@ class Saver:
         tensors, plain = rng.state()
         for name, tensor in tensors.items():
             entries.append(Entry(f"rng:{name}", "U8", len(tensor)))
-            self._host.append(tensor)
-        self._host.finish()
+            host.append(tensor)
+        host.finish()
         spoiled = [entry.name for entry, total in zip(entries, sums, strict=False) if not math.isfinite(total)]
         if distributed.sum_over_ranks([float(len(spoiled))])[0]:
             raise NonFiniteState(step, spoiled)
@@ -199,13 +241,20 @@ class Saver:
             files.discard(folder)  # a full disk has room for the run's last words again
 
     def _write(
-        self, folder: Path, rank: int, ranks: int, entries: list[Entry], extra: dict[str, str], state: dict[str, Any]
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        entries: list[Entry],
+        extra: dict[str, str],
+        state: dict[str, Any],
+        host: HostCopy,
     ) -> None:
         """What the thread does: this rank's file; on rank 0, when all are there, the folder's name."""
         begun = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
         name = files.rank_file(rank)
-        written = files.write_tensors(folder / name, entries, extra, self._host.parts())
+        written = files.write_tensors(folder / name, entries, extra, host.parts())
         part = folder / f".{name}.json"
         files.write_json(part, {"bytes": written.bytes, "crc32": written.crc32})
         if rank == 0:

@@ -15,6 +15,12 @@ def used_bytes() -> int:
     return 1024 * (rows.get("MemTotal:", 0) - rows.get("MemAvailable:", 0))
 
 
+def available_bytes() -> int | None:
+    """Memory of this machine that could be taken without swapping. None where there is no Linux."""
+    found = _rows("/proc/meminfo").get("MemAvailable:")
+    return None if found is None else 1024 * found
+
+
 def swapped_out_bytes() -> int:
     """Bytes that this machine has written to swap since it was started. 0 where there is no Linux."""
     return os.sysconf("SC_PAGE_SIZE") * _rows("/proc/vmstat").get("pswpout", 0)

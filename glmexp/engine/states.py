@@ -53,6 +53,18 @@ def write(engine: Any, source: Source) -> None:
     _renew_weights(engine)
 
 
+def size_bytes(engine: Any) -> int:
+    """Masters and moments that this rank holds."""
+    if engine.zero_optimization_stage() == 3:
+        return 12 * sum(int(numel) for numel in engine.optimizer.fp16_partitioned_groups_flat_numel)
+    return 12 * sum(piece.length for piece in _pieces(engine, None))
+
+
+def on_nvme(engine: Any) -> bool:
+    """The states come into memory a sub group at a time, and leave it again."""
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+
+
 def shapes(engine: Any) -> dict[str, tuple[int, ...]]:
     """Shape of each trained parameter, whole."""
     return {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in trainable(engine.module)}

@@ -107,6 +107,16 @@ def test_a_planned_stop_is_over_when_the_run_goes_on(run: Path) -> None:
     assert config(f"train.resume={run}").train.stop_after is None
 
 
+def test_a_file_that_is_older_than_a_key_resumes_with_the_key_s_default(run: Path) -> None:
+    text = (run / "config.yaml").read_text()
+    for key in ("  stop_after_s: null\n", "  hysteresis: null\n"):  # of the train and of another option's precision
+        assert key in text
+        text = text.replace(key, "")
+    (run / "config.yaml").write_text(text)
+    resumed = config(f"train.resume={run}")
+    assert (resumed.train.stop_after_s, resumed.precision.hysteresis) == (None, None)
+
+
 def test_a_sweep_cannot_resume(run: Path) -> None:
     assert "every trial would go on in one folder" in refusal("-m", f"train.resume={run}", "train.log_steps=1,2")
 

@@ -31,7 +31,15 @@ def bad_saves(folder: str) -> dict[str, Any]:
         saver.save(step, keeping.ABOUT)
         saver.wait()
 
+    checkpoint.ROOM = 1e-12  # a host without room for a copy: the same bytes, straight from where they lie
     save(2)
+    checkpoint.ROOM = 0.8
+    straight, saver._host = saver._host, None
+    kept = (run / "checkpoints" / "step-2" / "rank-0.safetensors").read_bytes()
+    save(2)
+    found["without a copy"] = (
+        type(straight).__name__, kept == (run / "checkpoints" / "step-2" / "rank-0.safetensors").read_bytes()
+    )  # fmt: skip
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:

@@ -115,6 +115,10 @@ def reborn(overrides: list[str], folder: str) -> Life:
     assert found is not None
     checkpoint.load(engine, found, config.train.seed, config.train.grad_accum)
     at_cut = digests(engine)
+    for name, (shape, read) in checkpoint_files.masters(found.folder).items() if at_cut else ():
+        whole = read()
+        assert tuple(whole.shape) == shape
+        assert hashlib.sha256(whole.numpy().tobytes()).hexdigest() == at_cut[f"master:{name}"], name
     _weights_are_masters(engine)
     life = Life(_steps(engine, config, BEFORE, AFTER), at_cut, digests(engine))
     engine.destroy()

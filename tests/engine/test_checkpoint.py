@@ -26,7 +26,6 @@ BATCH = {1: ["train.micro_batch_size=2", "train.grad_accum=4"], 2: ["train.micro
 def test_every_arrangement_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     """Two ranks, dropout, accumulation: the same losses and the same bits as without the cut."""
     words = [
-        [*LORA, "zero=stage0", *BATCH[2]],
         [*LORA, "zero=stage3", *BATCH[2]],
         [*LORA, "zero=stage0", "precision=bf16", *BATCH[2]],
         [*FULL, "zero=stage2", "precision=bf16", *BATCH[2]],
@@ -46,7 +45,7 @@ def test_another_stage_rank_count_or_offload_loads_the_same_bits(tmp_path: Path)
     """fp32, the same global batch: masters and moments bit-equal on load, losses after it to 1e-5."""
     words = [[*FULL, *one, *BATCH[2]] for one in ARRANGEMENTS]
     born = run_on_ranks(keeping.lives, words, str(tmp_path), folder=tmp_path)[0]
-    for ranks, taken in ((1, (0, 1, 2, 3, 4, 5)), (2, (1, 4, 5))):
+    for ranks, taken in ((1, (0, 1, 2, 3, 4, 5)), (2, (5,))):
         pairs = []
         for number in taken:
             other = ARRANGEMENTS[(number + ranks) % len(ARRANGEMENTS)]

@@ -13,6 +13,7 @@ from tests.ranks import run_on_ranks
 
 def test_a_bad_save_leaves_the_earlier_checkpoint_and_says_why(tmp_path: Path) -> None:
     (found,) = run_on_ranks(failing.bad_saves, str(tmp_path / "run"), folder=tmp_path, ranks=1)
+    assert found["without a copy"] == ("NoCopy", True)
     full = found["full disk"]
     assert full.startswith(
         f"the checkpoint of step 4 could not be written to {tmp_path}/run/checkpoints: File too large"
@@ -45,8 +46,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_trained_tensor_that_nothing_reaches_is_named_at_every_stage(tmp_path: Path) -> None:
-    for said in run_on_ranks(failing.unreached, [0, 1, 2, 3], folder=tmp_path):
-        assert set(said) == {0, 1, 2, 3}
+    for said in run_on_ranks(failing.unreached, [0, 2, 3], folder=tmp_path):
+        assert set(said) == {0, 2, 3}
         for text in said.values():
             assert "1 of 9 trained tensors got no gradient in the first step: base_model.model.idle" in text
 
