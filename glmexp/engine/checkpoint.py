@@ -228,9 +228,7 @@ class Saver:
             entries.append(Entry(f"rng:{name}", "U8", len(tensor)))
             host.append(tensor)
         host.finish()
-        spoiled = [entry.name for entry, total in zip(entries, sums, strict=False) if not math.isfinite(total)]
-        if distributed.sum_over_ranks([float(len(spoiled))])[0]:
-            raise NonFiniteState(step, spoiled)
+        _raise_if_spoiled(step, [entry.name for entry in entries], sums)
         return entries, {"format": "pt", "rng": json.dumps(plain), "steps": json.dumps(adam_steps)}
 
     def _guarded(self, folder: Path, *arguments: Any) -> None:
@@ -280,6 +278,26 @@ class NonFiniteState(RuntimeError):
     def __init__(self, step: int, names: list[str]) -> None:
         where = f" ({', '.join(names[:3])})" if names else " (on another rank)"
         super().__init__(f"weights or moments after optimizer step {step} are not finite{where}; nothing is saved")
+
+
+def check_finite(engine: Any, step: int) -> None:
+    """Raise NonFiniteState where masters or moments are not finite. Collective."""
+    names: list[str] = []
+    sums: list[torch.Tensor] = []
+
+    def look(piece: states.Piece) -> None:
+        names.extend(f"{kind}:{piece.name}" for kind in piece.tensors)
+        sums.extend(tensor.sum() for tensor in piece.tensors.values())
+
+    states.read(engine, look)
+    _raise_if_spoiled(step, names, sums)
+
+
+def _raise_if_spoiled(step: int, names: list[str], sums: list[torch.Tensor]) -> None:
+    """A sum is finite where all of its terms are. Collective: all ranks raise if one must."""
+    spoiled = [name for name, total in zip(names, sums, strict=False) if not math.isfinite(total)]
+    if distributed.sum_over_ranks([float(len(spoiled))])[0]:
+        raise NonFiniteState(step, spoiled)
 
 
 def publish(run_folder: Path, folder: Path, step: int) -> None:

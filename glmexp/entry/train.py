@@ -12,7 +12,7 @@ from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
 from glmexp.data.prepare import Prepared
-from glmexp.engine import build, distributed
+from glmexp.engine import build, checkpoint, distributed
 from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Loop
 from glmexp.engine.out_of_memory import explained
@@ -60,6 +60,7 @@ def _train(here: Session, template: Renderer, data: Prepared) -> Finished | Stop
             keeper.saver.close()
             return training.stopped(here, keeper.saved, reason, stop.by_signal)
         final = evaluation.run(total, all_hooks=True)
+    checkpoint.check_finite(engine, total)  # no later loss would show what the last step has spoiled
     keeper.judge(total, final)
     keeper.saver.close()
     here.tracker.summary(final)

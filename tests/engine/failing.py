@@ -73,7 +73,12 @@ def bad_saves(folder: str) -> dict[str, Any]:
         save(6)
     except checkpoint.NonFiniteState as error:
         found["nan"] = str(error)
+    try:
+        checkpoint.check_finite(engine, 6)
+    except checkpoint.NonFiniteState as error:
+        found["nan before the artifact"] = str(error)
     master.data[3] = kept
+    checkpoint.check_finite(engine, 6)
     found["steps after nan"] = checkpoint_files.steps(run)
     engine.destroy()
     return found
@@ -168,4 +173,38 @@ def stops() -> list[tuple[int, str | None]]:
         reason = keeping._loop(engine, config, 0, 5, stop, taken)
         found.append((len(taken), reason))
     engine.destroy()
+    return found
+
+
+def overflows(folder: str) -> dict[int, dict[str, Any]]:
+    """By stage, fp16 with a loss scale that is far too large: what is said, what a checkpoint keeps, where it ends."""
+    from deepspeed.accelerator import get_accelerator
+
+    from glmexp.engine import states
+    from glmexp.engine.loop import NonFiniteError
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    found: dict[int, dict[str, Any]] = {}
+    for stage in (0, 2):
+        one = found[stage] = {"said": []}
+        words = ["precision=fp16", "precision.initial_scale_power=32", "precision.hysteresis=1", f"zero=stage{stage}"]
+        sizes = ["train.micro_batch_size=1", "train.grad_accum=1", "data.max_length=48"]
+        config = cells.configure(*words, *sizes, "precision.min_loss_scale=536870912", ranks=1, gpus=1)
+        engine = cells._engine(config, 9)
+        keeping._steps(engine, config, 0, 2, notice=one["said"].append)
+        saver = keeping.saver(engine, Path(folder, str(stage)))
+        saver.save(2, keeping.ABOUT)
+        saver.close()
+        one["kept"] = states.counters(engine)
+        try:
+            keeping._steps(engine, config, 2, 5)
+        except NonFiniteError as error:
+            one["end"] = str(error)
+        engine.destroy()
+        engine = cells._engine(config, 9)
+        state = checkpoint.find(Path(folder, str(stage)), None)
+        assert state is not None
+        checkpoint.load(engine, state, 1, 1)
+        one["back"] = states.counters(engine)
+        engine.destroy()
     return found

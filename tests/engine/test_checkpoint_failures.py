@@ -29,6 +29,7 @@ def test_a_bad_save_leaves_the_earlier_checkpoint_and_says_why(tmp_path: Path) -
     assert (step, "rank-0.safetensors is not there" in note) == (2, True), note
     assert found["whole again"] == (4, [])
     assert found["nan"].startswith("weights or moments after optimizer step 6 are not finite (master:")
+    assert found["nan before the artifact"].startswith("weights or moments after optimizer step 6 are not finite")
     assert found["steps after nan"] == [2, 4], "spoiled weights are not saved"
 
 
@@ -106,3 +107,22 @@ def test_terms_follow_zero_s_arithmetic(name: str) -> None:
     expected = {"weights": [20, 20, 20, 10], "gradients": [12, 12, 6, 6], "optimizer": [72, 36, 36, 36]}
     found = [getattr(terms(cells.configure(f"zero=stage{s}", "precision=bf16"), model, 2), name) for s in range(4)]
     assert found == expected[name]
+
+
+def test_fp16_counts_what_it_skips_keeps_its_scale_and_stops_at_the_least(tmp_path: Path) -> None:
+    """From 2^32 halved at each step down to 2^29, at which gradients still overflow."""
+    (found,) = run_on_ranks(failing.overflows, str(tmp_path), folder=tmp_path, ranks=1)
+    for stage, one in found.items():
+        assert len(one["said"]) == 2, stage
+        assert (
+            "step 2: gradients overflow fp16 at a loss scale of 2.14748e+09, the step is skipped (2 so far)"
+            in (one["said"][1])
+        )
+        assert one["kept"]["skipped_steps"] == 2
+        assert one["kept"]["schedule_steps"] == 0, "the schedule waits for a step that is taken"
+        assert one["kept"]["loss_scale"]["cur_scale"] == 2.0**30
+        assert one["back"] == one["kept"]
+        assert (
+            "gradients of optimizer step 4 overflow fp16 at a loss scale of 5.36871e+08, which gets no sm" in one["end"]
+        )
+        assert "precision=bf16" in one["end"]
