@@ -23,6 +23,7 @@ from glmexp.entry.artifact import digest
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.proof import Before
 from glmexp.entry.session import Session
+from glmexp.launcher import positions
 from glmexp.launcher.folder import ENVIRONMENT
 from glmexp.tracker.metrics_file import MetricsFile, read_metrics
 
@@ -49,6 +50,7 @@ class Keeper:
         """A checkpoint of ``step``, unless there is one. Collective."""
         if step == self.saved:
             return
+        positions.at("checkpoint", step)
         here, plan = self.here, self.plan
         about = {
             **self.fixed,
