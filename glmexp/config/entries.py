@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from glmexp.config.bounds import Bound, Count, Seconds
 
-TRAINS = ("train", "trainer")
+GOES_ON = ("train", "trainer")
+"""Entries whose runs train.resume takes up again."""
+TRAINS = (*GOES_ON, "smoke")
 """Entries that train what the configuration says, step by step, and leave an artifact."""
 
 
@@ -55,6 +57,16 @@ class TrainerSection:
 
     callbacks: list[str]
     """TrainerCallbacks of your own, module:Class each, on PYTHONPATH or in this folder; made without arguments."""
+
+
+@dataclass
+class SmokeSection:
+    """How far entry=smoke goes."""
+
+    steps: Annotated[int, Bound(low=8)]
+    """Optimizer steps at most: the first half warms up, gates look at the rest."""
+    eval_rows: Count
+    """Held-out rows at most that the eval hooks see."""
 
 
 @dataclass

@@ -12,6 +12,10 @@ EXIT_STOPPED = 75
 """Asked to stop, saved, can go on: EX_TEMPFAIL of sysexits.h."""
 
 
+class VerdictError(Exception):
+    """What was asked for was judged, and failed: exit code 1, and no traceback, since nothing went wrong."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake. ``where`` is a dotted key, an override or file:line; ``fix`` is what to do about it."""

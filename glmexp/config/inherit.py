@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glmexp.config.entries import TRAINS
+from glmexp.config.entries import GOES_ON, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Origin, Tree
 from glmexp.config.load import REGISTERED, flatten, shown
@@ -89,7 +89,7 @@ class Saved:
 def saved_by(values: Mapping[str, Any]) -> Saved | None:
     """What ``train.resume`` or ``artifact.path`` brings. Paths without such a file are left to the rules."""
     resume = _text(values, "train", "resume")
-    if resume not in (None, AUTO) and _text(values, "entry", "name") in TRAINS:
+    if resume not in (None, AUTO) and _text(values, "entry", "name") in GOES_ON:
         start = Path(str(resume)).expanduser().absolute()
         for folder in (start, *start.parents):
             if (folder / CONFIG).is_file():

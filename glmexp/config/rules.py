@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config import data_rules, ds_rules, export_rules, launch_rules, model_rules, sweep, trainer_rules
-from glmexp.config.entries import TRAINS
+from glmexp.config.entries import GOES_ON, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import AUTO
@@ -337,7 +337,7 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             yield Problem(key, f"without effect under entry={entry}", "entry=doctor")
     if entry == "evaluate" and not config.eval.hooks:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
-    if resume is not None and entry not in TRAINS:
+    if resume is not None and entry not in GOES_ON:
         yield Problem("train.resume", f"without effect under entry={entry}", "leave it out, or entry=train")
     elif resume not in (None, AUTO) and not Path(str(resume)).expanduser().is_dir():
         yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it, or auto")

@@ -15,7 +15,14 @@ from glmexp.config.bounds import Count as Count
 from glmexp.config.bounds import Elements as Elements
 from glmexp.config.bounds import ElementsOrNone as ElementsOrNone
 from glmexp.config.bounds import Rate as Rate
-from glmexp.config.entries import DoctorSection, ExportSection, InspectSection, ParitySection, TrainerSection
+from glmexp.config.entries import (
+    DoctorSection,
+    ExportSection,
+    InspectSection,
+    ParitySection,
+    SmokeSection,
+    TrainerSection,
+)
 from glmexp.config.launch_schema import LauncherSection, SlurmSection
 
 Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
@@ -372,9 +379,9 @@ class SweepSection:
 class EntrySection:
     """What the run does."""
 
-    name: Literal["train", "trainer", "evaluate", "export", "inspect", "doctor"]
+    name: Literal["train", "trainer", "evaluate", "export", "inspect", "doctor", "smoke"]
     """train; trainer: the same through transformers' Trainer; evaluate: hooks on an artifact or base; export: a whole
-    model; inspect: show data; doctor."""
+    model; inspect: show data; doctor; smoke: a short run of this configuration, judged."""
 
 
 @dataclass
@@ -416,6 +423,7 @@ class RunConfig:
     doctor: DoctorSection
     trainer: TrainerSection
     parity: ParitySection
+    smoke: SmokeSection
     gather: GatherSection
     eval: EvalSection
     tracker: Any

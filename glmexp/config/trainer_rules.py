@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glmexp.config.entries import TRAINS
+from glmexp.config.entries import GOES_ON
 from glmexp.config.errors import Problem
 from glmexp.config.inherit import AUTO, entry_of
 from glmexp.config.schema import RunConfig
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """All of them."""
     name = config.entry.name
-    for section, reader in (("trainer", "trainer"), ("parity", "smoke")):
+    for section, reader in (("trainer", "trainer"), ("parity", "smoke"), ("smoke", "smoke")):
         for key in sorted(key for key in facts.explicit if key.startswith(f"{section}.") and name != reader):
             yield Problem(key, f"without effect under entry={name}", f"leave it out, or entry={reader}")
-    if name in TRAINS:
+    if name in GOES_ON:
         yield from _resume(config)
     if name != "trainer":
         return
@@ -43,7 +43,7 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
     """Checkpoints of the loop and of the Trainer are different files."""
     resume, name = config.train.resume, config.entry.name
     before = entry_of(Path(resume)) if resume not in (None, AUTO) and resume is not None else None
-    if before is not None and before in TRAINS and before != name:
+    if before is not None and before in GOES_ON and before != name:
         yield Problem(
             "train.resume",
             f"{resume} was trained by entry={before}, and entry={name} cannot read its checkpoints",

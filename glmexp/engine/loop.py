@@ -232,8 +232,11 @@ class Loop:
             "data/padding_share": 1 - size.tokens / size.places,
             "mem/peak_bytes": self.per_rank.gather(step, peak_memory_bytes()),
             "mem/host_used_bytes": float(host.used_bytes()),
+            "mem/process_bytes": float(host.process_bytes()),
         }
         metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
+        if torch.cuda.is_available():
+            metrics["mem/device_bytes"] = float(torch.cuda.memory_allocated())
         if self.speed is not None:
             metrics |= self.speed.metrics(size.operations, step_s, distributed.world_size())
         if self.engine.fp16_enabled():

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 _PLAIN_LINES = 20
+_FILE_WIDTH = 160
+"""Columns of a table where there is no terminal."""
 
 
 class Screen:
@@ -49,6 +51,20 @@ class Screen:
         for row in rows:
             table.add_row(*(_short(cell) for cell in row))
         self._console.print(table)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table of texts."""
+        if not self.active:
+            return
+        from rich.markup import escape
+
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console = self._console if self._console.is_terminal else Console(file=sys.stdout, width=_FILE_WIDTH)
+        console.print(table)
 
     def progress(self, total: int, done: int) -> Bar:
         """A bar over the optimizer steps."""

@@ -113,6 +113,11 @@ def run_fresh(run_folder: Path, faults: list[str]) -> dict[str, Any]:
     return result
 
 
+def read_faults(run_folder: Path) -> list[str]:
+    """What ``run_fresh`` found last."""
+    return json.loads((run_folder / RESULT).read_text(encoding="utf-8"))["faults"]
+
+
 def fresh_environment() -> dict[str, str]:
     """This process's variables without a rank's and the tracker's."""
     world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")

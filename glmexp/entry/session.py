@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from glmexp.config.entries import TRAINS
+from glmexp.config.entries import GOES_ON
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.load import dump
 from glmexp.config.redact import redacted
@@ -70,7 +70,7 @@ def session(config: RunConfig, run_folder: Path) -> Iterator[Session]:
     distributed.join(config.launcher.timeout_s, store)
     quiet_deepspeed()
     ear = stopping.listener()
-    if ear is not None and config.entry.name in TRAINS:
+    if ear is not None and config.entry.name in GOES_ON:
         ear.offer(store, distributed.world_size(), grace_s=config.launcher.timeout_s)
     first, lock = distributed.rank() == 0, Lock(run_folder)
     if first:

@@ -28,10 +28,10 @@ from glmexp.model.renderer import Renderer
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of a training run. Returns the exit code; raises what went wrong."""
-    return training.run(config, run_folder, _train)
+    return training.run(config, run_folder, train)
 
 
-def _train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopped:
+def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopped:
     """Everything that all ranks do together."""
     config = here.config
     batches = Batches.of(data.train, config.data, config.train.seed, template.pad_id)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from glmexp.config import redact
-from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE, UserError
+from glmexp.config.errors import EXIT_FAILURE, EXIT_USER_MISTAKE, UserError, VerdictError
 from glmexp.launcher import positions
 from glmexp.launcher.folder import FAILURES, write_json, write_status
 
@@ -34,12 +34,16 @@ class Failure:
     message: str
     trace: str
     time_s: float
+    verdict: bool = False
+    """Nothing went wrong: what was judged has failed."""
 
 
 def of_exception(rank: int, error: BaseException) -> Failure:
     """UserErrors keep their report and no traceback; everything else keeps both. Secrets are left out."""
     if isinstance(error, UserError):
         return Failure(rank, EXIT_USER_MISTAKE, redact.text(error.report()), "", time.time())
+    if isinstance(error, VerdictError):
+        return Failure(rank, EXIT_FAILURE, redact.text(str(error)), "", time.time(), verdict=True)
     trace = redact.text("".join(traceback.format_exception(error)))
     return Failure(rank, EXIT_FAILURE, redact.text(f"{type(error).__name__}: {error}"), trace, time.time())
 
@@ -98,7 +102,7 @@ def conclude(run_folder: Path, ranks: int, exit_codes: dict[int, int], places: l
 def report(folder: Path, failure: Failure, ranks: int, places: list[str] | None = None) -> None:
     """Show the failure on the terminal and in status.json."""
     write_status(folder, "failed", rank=failure.rank, exit_code=failure.exit_code, reason=failure.message)
-    if failure.exit_code == EXIT_USER_MISTAKE:
+    if failure.verdict or failure.exit_code == EXIT_USER_MISTAKE:
         print(failure.message, file=sys.stderr)
         return
     print(f"\nrank {failure.rank} of {ranks} failed: {failure.message}", file=sys.stderr)

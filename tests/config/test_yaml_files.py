@@ -23,7 +23,7 @@ EXTRA = {
     ("sweep", "search"): ["method.rank=2,4"],
 }
 STUDIES = "experiments"
-COUNT = 60
+COUNT = 61
 COUNT_OF_STUDIES = 1
 
 
