@@ -89,7 +89,8 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_configuration(here: Pa
     assert unfinished.find(config()) is None, "nobody asked"
 
 
-def test_auto_leaves_a_run_alone_that_somebody_writes_in(here: Path) -> None:
+def test_auto_leaves_a_run_alone_that_somebody_writes_in(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "ORPHANS_S", 0.2)
     older, running = _left([], "stopped", age_s=50), _left([], "running")
     lock = unfinished.Lock(running)
     assert lock.take(0)
