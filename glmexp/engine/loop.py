@@ -96,7 +96,7 @@ class Loop:
                     positions.at("data: sums over ranks", step)
                     own_data_s = self.watch.so_far()
                     # Counted before the copy: a count on a GPU would wait for all that was given to it.
-                    size = _size_over_ranks(micro_batches, self.speed)
+                    size = size_over_ranks(micro_batches, self.speed)
                     micro_batches = [distributed.to_device(batch) for batch in micro_batches]
             if following is None:
                 return None
@@ -251,8 +251,8 @@ class Loop:
         return scheduler.base_lrs[0] * factor
 
 
-def _size_over_ranks(micro_batches: Sequence[Batch], speed: Speed | None) -> StepSize:
-    """Rows without a label, which fill the last step of an epoch up, count as padding."""
+def size_over_ranks(micro_batches: Sequence[Batch], speed: Speed | None) -> StepSize:
+    """Sums over all ranks' micro batches. Rows without a label, which fill an epoch's last step up, are padding."""
     supervised = sum(supervised_tokens(batch["labels"]) for batch in micro_batches)
     tokens = sum(int(batch["lengths"][learned_rows(batch)].sum()) for batch in micro_batches)
     rows = sum(map(_examples, micro_batches))

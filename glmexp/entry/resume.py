@@ -85,12 +85,7 @@ def begin(
     Raises ArtifactError, ConfigError and DataError where the checkpoint does not belong to this run.
     """
     config = here.config
-    fixed = {
-        "config": redacted(dump(config)),
-        "environment": _json_or_none(here.folder / ENVIRONMENT),
-        "data": fingerprint(data, template),
-        "base": digest(start.frozen),
-    }
+    fixed = told(here, data, template, start)
     saver = Saver(
         engine=engine,
         run_folder=here.folder,
@@ -104,7 +99,7 @@ def begin(
     found = _found(here)
     done = found.step if found is not None else 0
     if found is not None:
-        _same_run(found, fixed)
+        same_run(found, fixed)
         assert config.train.grad_accum is not None, "derived before the run starts"
         checkpoint.load(engine, found, config.train.seed, config.train.grad_accum)
         evaluation.history[:] = [tuple(one) for one in found.state["evaluation"]["history"]]
@@ -121,6 +116,16 @@ def begin(
     distributed.barrier()
     keeper.done = keeper.saved = done
     return keeper
+
+
+def told(here: Session, data: Prepared, template: Any, start: Before) -> dict[str, Any]:
+    """What a checkpoint is held against: the parts of its state that are the same at every step."""
+    return {
+        "config": redacted(dump(here.config)),
+        "environment": _json_or_none(here.folder / ENVIRONMENT),
+        "data": fingerprint(data, template),
+        "base": digest(start.frozen),
+    }
 
 
 def _found(here: Session) -> Found | None:
@@ -163,7 +168,7 @@ def fingerprint(data: Prepared, template: Any) -> dict[str, Any]:
     }
 
 
-def _same_run(found: Found, now: dict[str, Any]) -> None:
+def same_run(found: Found, now: dict[str, Any]) -> None:
     """The checkpoint continues what it began: everything that differs is named with both values."""
     before = found.state
     wanted = inherit.changed(before["config"], now["config"])

@@ -83,7 +83,7 @@ def of(config: RunConfig) -> Source:
         return _of_artifact(artifact.find(path), config)
     run = run_of(path)
     states = ds_files.find(path)
-    if run is not None:
+    if run is not None and states is None:
         return _of_checkpoint(path, run, config)
     if states is not None:
         return _of_deepspeed(path, states, config)
