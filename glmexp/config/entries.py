@@ -9,6 +9,8 @@ from glmexp.config.bounds import Bound, Count, Seconds
 
 GOES_ON = ("train", "trainer")
 """Entries whose runs train.resume takes up again."""
+SMOKE_STEPS = 8
+"""The least that the gates of entry=smoke can be asked of."""
 TRAINS = (*GOES_ON, "smoke")
 """Entries that train what the configuration says, step by step, and leave an artifact."""
 
@@ -63,7 +65,7 @@ class TrainerSection:
 class SmokeSection:
     """How far entry=smoke goes."""
 
-    steps: Annotated[int, Bound(low=8)]
+    steps: Annotated[int, Bound(low=SMOKE_STEPS)]
     """Optimizer steps at most: the first half warms up, gates look at the rest."""
     eval_rows: Count
     """Held-out rows at most that the eval hooks see."""

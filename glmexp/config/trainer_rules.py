@@ -1,4 +1,4 @@
-"""Rules of entry=trainer: what transformers' Trainer cannot do, and keys that only it or the parity table reads."""
+"""Rules of entry=trainer and entry=smoke: what they cannot do, and keys that only they read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glmexp.config.entries import GOES_ON
+from glmexp.config.entries import GOES_ON, SMOKE_STEPS
 from glmexp.config.errors import Problem
 from glmexp.config.inherit import AUTO, entry_of
 from glmexp.config.schema import RunConfig
@@ -22,6 +22,8 @@ def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     for section, reader in (("trainer", "trainer"), ("parity", "smoke"), ("smoke", "smoke")):
         for key in sorted(key for key in facts.explicit if key.startswith(f"{section}.") and name != reader):
             yield Problem(key, f"without effect under entry={name}", f"leave it out, or entry={reader}")
+    if name == "smoke":
+        yield from _smoke(config)
     if name in GOES_ON:
         yield from _resume(config)
     if name != "trainer":
@@ -37,6 +39,13 @@ def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             "entry=trainer keeps its newest checkpoints alone: the hooks of eval are not the Trainer's own metrics",
             "train.keep_best=null, or entry=train",
         )
+
+
+def _smoke(config: RunConfig) -> Iterator[Problem]:
+    """Gates need steps to look at, all of them from the beginning."""
+    steps = config.train.max_steps
+    if steps is not None and steps < SMOKE_STEPS:
+        yield Problem("train.max_steps", f"{steps} steps are too few for entry=smoke", f"at least {SMOKE_STEPS}")
 
 
 def _resume(config: RunConfig) -> Iterator[Problem]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from glmexp.entry import smoke_gates
+from glmexp.entry import smoke, smoke_gates
 from glmexp.entry.smoke_gates import Continued, Gate
 from tests.cli import glmexp, runs, status
+from tests.config.helpers import config, refusal
 
 MIB = 2**20
 
@@ -95,6 +96,27 @@ def test_a_checkpoint_continues_to_the_bit_on_a_cpu_and_nearly_on_a_gpu() -> Non
     ]  # fmt: skip
     broken = smoke_gates.continues(steps, "rank-0.safetensors is damaged", True)
     assert (broken.passed, broken.measured) == (False, "rank-0.safetensors is damaged")
+
+
+def test_what_a_short_run_cannot_do_is_refused(tmp_path: Path) -> None:
+    assert refusal("entry=smoke", "train.max_steps=7") == (
+        "config error:\n"
+        "  train.max_steps: 7 steps are too few for entry=smoke (from the command line)\n"
+        "    -> at least 8"
+    )
+    assert "train.resume: without effect under entry=smoke" in refusal("entry=smoke", f"train.resume={tmp_path}")
+    assert "smoke.steps: without effect under entry=train" in refusal("smoke.steps=9")
+    assert "entry=smoke starts from the base model" in refusal("entry=smoke", f"artifact.path={tmp_path}")
+
+
+def test_the_cap_shortens_the_run_and_leaves_the_rest() -> None:
+    given = config("entry=smoke", "train.max_steps=50", "optim.warmup_steps=20", "smoke.steps=30", "tracker=wandb")
+    short = smoke.cap(given)
+    assert (short.train.max_steps, short.train.save_steps, short.optim.warmup_steps) == (30, 29, 3)
+    assert short.tracker.name == "none"
+    assert all(getattr(hook, "every", None) is None for hook in short.eval.hooks.values())
+    assert (short.model, short.method, short.zero, short.data) == (given.model, given.method, given.zero, given.data)
+    assert smoke.cap(config("entry=smoke", "train.max_steps=9")).train.max_steps == 9
 
 
 WORDS = ("entry=smoke", "smoke.steps=12", "precision=fp32", "eval=[loss]")
