@@ -15,7 +15,7 @@ from glmexp.data.collate import collate
 from glmexp.data.packing import collate_packed, model_inputs, visible
 from glmexp.data.store import Example
 from glmexp.engine import flops, perf
-from glmexp.engine.loop import _size_over_ranks
+from glmexp.engine.loop import size_over_ranks
 from glmexp.engine.loss import forward_loss, padded_inputs
 from glmexp.entry.train import _recompute_activations
 from glmexp.model.build import load_network
@@ -145,7 +145,7 @@ def test_blank_rows_count_as_padding() -> None:
     full, blank = collate([examples[0]], pad_id), collate([examples[0], examples[0].blank()], pad_id)
     assert work.of(blank) == work.of(full)
     speed = perf.Speed(work, perf.Peak(1e12, "made up"))
-    sizes = [_size_over_ranks([batch], speed) for batch in (full, blank)]
+    sizes = [size_over_ranks([batch], speed) for batch in (full, blank)]
     assert sizes[0].tokens == sizes[1].tokens == len(examples[0].input_ids)
     assert sizes[0].operations == sizes[1].operations == work.of(full)
     assert sizes[1].places == 2 * sizes[0].places
