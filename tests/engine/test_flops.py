@@ -17,7 +17,7 @@ from glmexp.data.store import Example
 from glmexp.engine import flops, perf
 from glmexp.engine.loop import size_over_ranks
 from glmexp.engine.loss import forward_loss, padded_inputs
-from glmexp.entry.train import _recompute_activations
+from glmexp.entry.training import _recompute_activations
 from glmexp.model.build import load_network
 from tests.engine.cells import configure, rows
 
