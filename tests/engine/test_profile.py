@@ -54,16 +54,19 @@ def _one_rank_has_slow_data(folder: str) -> list[dict[str, float]]:
 
 
 def test_the_split_adds_up_and_waiting_for_a_slow_rank_is_communication(tmp_path: Path) -> None:
-    """Within 5 % of each step. The slow rank has its sleep as data wait; the other one has it as communication."""
+    """Within 5 %. The slow rank has its sleep as data wait; the other one has it as communication."""
     quick, slow = run_on_ranks(_one_rank_has_slow_data, str(tmp_path), folder=tmp_path)
     for rows in (quick, slow):
         assert len(rows) == 12
         for row in rows:
             parts = [row[f"{name}_s"] for name in profile.PHASES if name != profile.OTHER]
-            assert sum(parts) == pytest.approx(row["step_s"], rel=0.05)
             assert min(parts) >= 0
             assert row["save_s"] >= 0.01
             assert row["eval_s"] == 0
+            assert sum(parts) + row["other_s"] == pytest.approx(row["step_s"], abs=1e-9)
+        # Not each step: on a machine with other work a rank may be set aside between two phases.
+        assert median(row["other_s"] / row["step_s"] for row in rows) < 0.05
+        assert sum(row["other_s"] for row in rows) < 0.05 * sum(row["step_s"] for row in rows)
     # The median: after writing its trace the quick rank is late once.
     assert median(row["data_s"] for row in quick) < 0.3 * SLEEP_S < median(row["communication_s"] for row in quick)
     assert all(row["data_s"] >= SLEEP_S for row in slow)
