@@ -129,17 +129,17 @@ def _gates(run: Path) -> dict[str, Any]:
 
 def test_a_sound_configuration_passes_on_two_ranks(tmp_path: Path) -> None:
     """All gates in one table, the last step again to the bit; the time line beside it; nothing is tracked."""
-    done = glmexp(*WORDS, "launcher.nproc=2", "zero=stage3", "train.profile=true", folder=tmp_path)
+    done = glmexp(*WORDS, "smoke.steps=20", "launcher.nproc=2", "zero=stage3", "train.profile=true", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = runs(tmp_path)
     result = _gates(run)
-    assert (result["passed"], result["steps"], result["failed"]) == (True, 12, [])
+    assert (result["passed"], result["steps"], result["failed"]) == (True, 20, [])
     assert result["seconds"] < 120
     assert len(result["gates"]) == 7
     assert all(gate["passed"] for gate in result["gates"])
     assert "; 0 of 36,864 masters and moments differ, by 0" in result["gates"][-2]["measured"]
     assert "smoke: all 7 gates passed" in done.stdout
-    assert "time line of 12 steps" in done.stdout
+    assert "time line of 20 steps" in done.stdout
     assert status(run)["state"] == "finished"
     assert not (run / "wandb").exists()
     assert done.stderr == ""
