@@ -69,6 +69,8 @@ class SmokeSection:
     """Optimizer steps at most: the first half warms up, gates look at the rest."""
     eval_rows: Count
     """Held-out rows at most that the eval hooks see."""
+    parity: bool
+    """In place of the short run: losses and gradients of this configuration however it is spread out (parity.*)."""
 
 
 @dataclass

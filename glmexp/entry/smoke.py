@@ -25,7 +25,7 @@ from glmexp.engine import build, checkpoint, distributed, states
 from glmexp.engine.checkpoint import CheckpointError, Found, NonFiniteState
 from glmexp.engine.checkpoint_files import Pieces, step_name
 from glmexp.engine.loop import Loop, NonFiniteError
-from glmexp.entry import proof, smoke_gates, training
+from glmexp.entry import parity, proof, smoke_gates, training
 from glmexp.entry.console import relative
 from glmexp.entry.session import Session, session
 from glmexp.entry.smoke_gates import Continued, Gate
@@ -43,6 +43,8 @@ SPOILT = (NonFiniteError, NonFiniteState, CheckpointError)
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank. Returns 0; raises VerdictError on rank 0 where a gate fails, and what else goes wrong."""
+    if config.smoke.parity:
+        return parity.judge(config, run_folder)
     begun = time.monotonic()
     capped = cap(config)
     announce_code(config.model)
