@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from glmexp.config.schema import RunConfig
 from glmexp.engine import build
@@ -42,6 +44,25 @@ def rows_of(cells: list[Cell], folder: str) -> list[Row]:
     return rows + parity.measure(_config(), Path(folder), cells[-1:])
 
 
+def six_lengths(folder: str) -> list[Row]:
+    """The same six examples of six lengths in micro batches of 6, 3, 2 and 1, all weights trained."""
+    file = Path(folder) / "six.jsonl"
+    answers = ["A lamp.", "Two lamps " * 3, "Three lamps " * 6, "b", "Five lamps " * 9, "Six lamps " * 2]
+    file.write_text("\n".join(json.dumps({"prompt": f"{n}?" * (n + 1), "response": a}) for n, a in enumerate(answers)))
+    config = configure("method=full", "optim.lr=1e-3", "optim.eps=1e-4", f"data.train_file={file}", "eval=none")
+    config = replace(config, parity=replace(config.parity, rows=6))
+    return parity.measure(config, Path(folder), [Cell(1, 6 // m, m, 2, "none", False, False) for m in (6, 3, 2, 1)])
+
+
+def test_accumulation_does_not_change_loss_and_gradients_of_rows_of_different_lengths(tmp_path: Path) -> None:
+    # The reference is the token weighted loss over the six examples; the second step's loss has the weights in it.
+    rows = run_on_ranks(six_lengths, str(tmp_path), folder=tmp_path, ranks=1)[0]
+    assert len(rows) == 4
+    for row in rows:
+        assert row.loss is not None, row
+        assert not row.differs, row
+
+
 def test_cells_equal_one_process_and_doubled_gradients_do_not(tmp_path: Path) -> None:
     for cells, ranks in ((ONE, 1), (TWO, 2)):
         *rows, doubled = run_on_ranks(rows_of, cells, str(tmp_path), folder=tmp_path, ranks=ranks)[0]
@@ -50,6 +71,9 @@ def test_cells_equal_one_process_and_doubled_gradients_do_not(tmp_path: Path) ->
             assert not row.differs, row
             assert row.gradient_allowed == (1e-6 if row.cell == ONE[0] else 1e-5), row
         assert doubled.differs, doubled
+        # One of the cells above has checkpointing over a frozen embedding: all adapters are reached all the same.
+        gradients = torch.load(tmp_path / "reference.pt", weights_only=True)["gradients"]
+        assert all(one.norm() > 0 for name, one in gradients.items() if "lora_B" in name)
         assert doubled.gradient == pytest.approx(1.0, abs=1e-3), doubled
 
 

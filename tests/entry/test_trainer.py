@@ -40,7 +40,7 @@ def _run(config: RunConfig, folder: Path) -> dict[int, dict[str, float]]:
     template = renderer(config.model.family, load_tokenizer(config.model))
     data = prepare(config.data, config.train.seed, template)
     if config.entry.name == "train":
-        train._train(here, template, data)
+        train.train(here, template, data)
     else:
         trainer._train(here, template, data, [])
     return read_metrics(file) if first else {}
