@@ -90,6 +90,6 @@ def test_an_interrupt_is_no_failure_of_the_tracker() -> None:
 
 
 def test_every_tracker_is_an_option_that_builds_one() -> None:
-    assert names("tracker") == ["none", "wandb"]
+    assert names("tracker") == ["none", "tensorboard", "wandb"]
     tracker = option("tracker", "none")(name="none").build()
     assert tracker.start(RunInfo("run", Path(), {}, None)) + tracker.finish("finished") == []
