@@ -19,6 +19,8 @@ from glmexp.data.store import IGNORED, Example
 if TYPE_CHECKING:
     import torch
 
+ROUNDING = 128
+"""Rows are filled up to a multiple of the budget's 128th: nearly full ones then share a length, and kernels a plan."""
 WINDOW = 4096
 """Examples that are packed together: enough for full rows, few enough that the order stays random."""
 
@@ -65,8 +67,10 @@ def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) 
     """
     import torch
 
-    length = max(sum(len(example.input_ids) for example in row) for row in rows)
-    assert length <= budget, f"{length} tokens in a row of {budget}"
+    longest = max(sum(len(example.input_ids) for example in row) for row in rows)
+    assert longest <= budget, f"{longest} tokens in a row of {budget}"
+    step = max(1, budget // ROUNDING)
+    length = min(budget, -(-longest // step) * step)
     shape = (len(rows), length)
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("segments", "positions", "contexts")}
     batch |= {"input_ids": torch.full(shape, pad_id), "labels": torch.full(shape, IGNORED)}

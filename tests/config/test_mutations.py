@@ -296,7 +296,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optim.max_grad_norm": (None, 1, "0.5"),
     "train.micro_batch_size": (None, 1, 4),
     "train.grad_accum": (None, 2),
-    "train.max_steps": (5, "100"),
+    "train.max_steps": (8, "100"),
     "train.seed": (0, 7),
     "train.save_steps": (None, 2),
     "run.name": ("a", "测试-1"),
