@@ -246,13 +246,13 @@ class _Composer:
         asked = [(sweep.chosen(axes, one), one) for one in sweep.corners(axes, space)] if search else sweep.grid(axes)
         trials: list[RunConfig] = []
         values: list[dict[str, str]] = []
-        slots = 1
+        slots = None
         for lines, swept in asked:
             config = self.single_trial(lines, master)
             if not self.problems:
                 assert settings is not None
                 self.problems.extend(filter(None, [sweep.metric_problem(settings, config)]))
-                slots = config.launcher.slots or 1
+                slots = config.launcher.slots
                 trials.append(sweep.in_sweep(config, folder, sweep.folder_name(len(trials), swept)))
                 values.append(swept)
         self.stop_on_problems()

@@ -55,8 +55,8 @@ class Swept:
     folder: str
     folder_chosen: bool
     """By the user, not a time stamp."""
-    slots: int
-    """Trials that run at a time."""
+    slots: int | None
+    """Trials that run at a time. None: one, and in an array of Slurm as many as there is room for."""
     values: list[dict[str, str]] = dataclasses.field(default_factory=list)
     """Of each trial of a grid: swept key to its value, as typed."""
     space: dict[str, Space] = dataclasses.field(default_factory=dict)

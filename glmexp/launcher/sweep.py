@@ -59,12 +59,14 @@ def sweep(asked: Request, words: Sequence[str], run_rank: RunRank, compose: Comp
     assert asked.sweep is not None
     with trials.locked(root):
         state = _taken_up(root, words, asked)
-        here = _Sweep(state, asked.sweep, partial(run_trial, run_rank=run_rank))
         jobs = _grid(state, asked) if asked.sweep.settings.name == "grid" else None
+        by_slurm = jobs is not None and asked.trials[0].launcher.name == "slurm"
+        free = [] if by_slurm else slots.divide(asked.sweep.slots or 1)
+        here = _Sweep(state, asked.sweep, partial(run_trial, run_rank=run_rank), free)
         state.line = _line(words)
         state.save()
         if jobs is not None:
-            if asked.trials[0].launcher.name == "slurm":
+            if by_slurm:
                 return here.hand_in(jobs)
             here.announce([trial for trial, _ in jobs])
             return here.run(iter([job for job in jobs if here.due(job[0])]))
@@ -209,11 +211,11 @@ class _Running:
 class _Sweep:
     """One start of a sweep."""
 
-    def __init__(self, state: SweepState, swept: Swept, work: Work) -> None:
+    def __init__(self, state: SweepState, swept: Swept, work: Work, free: list[Slot]) -> None:
         self.state = state
         self.swept = swept
         self.work = work
-        self.free = slots.divide(swept.slots)
+        self.free, self.several = free, len(free) > 1
         self.running: list[_Running] = []
         self.signals: list[int] = []
 
@@ -294,9 +296,7 @@ class _Sweep:
             shutil.rmtree(self.state.folder_of(trial), ignore_errors=True)
             trial.state, trial.reason, trial.metrics = RUNNING, "", {}
         self.state.save()
-        return (
-            slurm.submit_sweep([config for _, config in due], self.state.root, due[0][1].launcher.slots) if due else 0
-        )
+        return slurm.submit_sweep([config for _, config in due], self.state.root, self.swept.slots) if due else 0
 
     def run(self, jobs: Iterator[Job]) -> int:
         """Run jobs until there are none, or a signal ends all; the exit code."""
@@ -335,7 +335,7 @@ class _Sweep:
             shutil.rmtree(run_folder)
         trial.state, trial.reason, trial.metrics = RUNNING, "", {}
         self.state.save()
-        slot, several = self.free.pop(0), self.swept.slots > 1
+        slot, several = self.free.pop(0), self.several
         log = os.path.relpath(run_folder / "logs" / slots.LOG)
         where = f" ({slot.words}); output: {log}" if several else f": {os.path.relpath(run_folder)}"
         self.tell(trial, f"{'goes on' if goes_on else 'starts'}{where}")

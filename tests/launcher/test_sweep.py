@@ -7,13 +7,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from glmexp.config.arguments import parse
+from glmexp.config.compose import Machine, request
 from glmexp.config.errors import ConfigError
 from glmexp.launcher import failures, folder, trials
+from glmexp.launcher.sweep import sweep
 from tests.cli import SHORT, glmexp, metrics, started, wait_until
-from tests.launcher.sweeps import outcomes, parent, run, starts, state
+from tests.launcher.sweeps import outcomes, parent, run, run_rank, starts, state
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +194,19 @@ def test_two_slots_share_the_cores_and_their_words_do_not_mix(
     lines = [line for line in out.splitlines() if line[2:3] == ":"]
     assert len(lines) == 8, "one line where a trial starts and one where it ends"
     assert "starts (core " in lines[0]
+
+
+@pytest.mark.parametrize(("words", "slots"), [((), None), (("launcher.slots=8",), 8)], ids=["free", "eight"])
+def test_an_array_of_slurm_is_as_wide_as_the_line_says(
+    tmp_path: Path, words: tuple[str, ...], slots: int | None
+) -> None:
+    """However many cores the login node has."""
+    line = ["method.rank=1,2", *words, f"hydra.sweep.dir={tmp_path}/s"]
+    arguments, machine = parse(["-m", "launcher=slurm", "tracker=none", *line]), Machine(0, None, 2)
+    with patch("glmexp.launcher.slurm.submit_sweep", return_value=0) as submit:
+        assert sweep(request(arguments, machine), line, run_rank, lambda values: pytest.fail("no search")) == 0
+    trials, root, wide = submit.call_args.args
+    assert ([one.method.rank for one in trials], Path(root).name, wide) == ([1, 2], "s", slots)
 
 
 CONFIG_ERROR = "2 config errors:\n  data.train_file: there is no x.jsonl\n    -> name a file"
