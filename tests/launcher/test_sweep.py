@@ -179,7 +179,7 @@ def test_two_slots_share_the_cores_and_their_words_do_not_mix(
 ) -> None:
     if len(os.sched_getaffinity(0)) != 2:
         pytest.skip("needs 2 cores")
-    monkeypatch.setenv("STEP_S", "0.2")
+    monkeypatch.setenv("STEP_S", "0.5")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     root = tmp_path / "s"
     assert run(["optim.lr=1,2", "method.rank=1,2", "launcher.slots=2", f"hydra.sweep.dir={root}"]) == 1
@@ -187,7 +187,7 @@ def test_two_slots_share_the_cores_and_their_words_do_not_mix(
     first, second = (one[0] for one in starts(root)[:2])
     assert sorted([first["cores"], second["cores"]]) == [[0], [1]]
     assert (first["threads"], second["threads"]) == ("1", "1")
-    assert abs(first["time"] - second["time"]) < 0.6, "at the same time"
+    assert abs(first["time"] - second["time"]) < 2, "the second began before the first had taken its four steps"
     out = capfd.readouterr().out
     assert "words of rank" not in out
     assert (root / "1_optim.lr-1_method.rank-2" / "logs" / "trial.log").read_text() == "words of rank 2\n"
