@@ -179,11 +179,11 @@ def test_what_has_changed_since_the_checkpoint_is_named_with_both_values(
 ) -> None:
     found = Found(Path("checkpoints/step-3"), {**_state(), "step": 3}, [])
     with pytest.raises(kind) as caught:
-        resume._same_run(found, {**_state(), **now})
+        resume.same_run(found, {**_state(), **now})
     assert said in caught.value.report()
 
 
 def test_steps_place_and_tracker_may_change_and_a_moved_file_of_the_same_rows() -> None:
     found = Found(Path("checkpoints/step-3"), {**_state(), "step": 3}, [])
     later = dump(config("train.max_steps=9", "train.save_steps=2", "tracker=none", "zero=stage3", "data.num_workers=0"))
-    resume._same_run(found, {**_state(files={"moved.jsonl": "a" * 64}), "config": later})
+    resume.same_run(found, {**_state(files={"moved.jsonl": "a" * 64}), "config": later})
