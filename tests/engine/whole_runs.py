@@ -9,6 +9,7 @@ from glmexp.config.compose import run_config
 from glmexp.data.prepare import prepare
 from glmexp.engine import distributed
 from glmexp.entry import train
+from glmexp.entry.training import Finished
 from glmexp.entry.console import Screen
 from glmexp.entry.session import Session
 from glmexp.model.build import load_tokenizer
@@ -44,6 +45,7 @@ def whole_runs(cells: dict[str, list[str]], folder: str) -> dict[str, list[str]]
             tracker=Guard("none", NoTracker(), warn=print),
         )
         template = renderer(config.model.family, load_tokenizer(config.model))
-        result = train._train(here, template, prepare(config.data, config.train.seed, template))
-        faults[name] = result[0] if result is not None else []
+        end = train.train(here, template, prepare(config.data, config.train.seed, template))
+        assert isinstance(end, Finished), name
+        faults[name] = end.faults
     return faults
