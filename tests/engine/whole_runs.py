@@ -9,9 +9,9 @@ from glmexp.config.compose import run_config
 from glmexp.data.prepare import prepare
 from glmexp.engine import distributed
 from glmexp.entry import train
-from glmexp.entry.training import Finished
 from glmexp.entry.console import Screen
 from glmexp.entry.session import Session
+from glmexp.entry.training import Finished
 from glmexp.model.build import load_tokenizer
 from glmexp.model.renderer import renderer
 from glmexp.tracker.base import Guard, NoTracker
