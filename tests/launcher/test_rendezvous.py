@@ -90,7 +90,11 @@ def test_a_machine_without_the_folder_gets_its_configuration(tmp_path: Path, mon
 
 
 @pytest.mark.usefixtures("fresh")
-def test_what_rank_0_fails_of_ends_the_others_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_rank_0_fails_of_ends_the_others_with_its_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import TCPStore
+
     from glmexp.config.errors import Problem
 
     codes: list[object] = []
@@ -102,9 +106,14 @@ def test_what_rank_0_fails_of_ends_the_others_with_its_exit_code(capsys: pytest.
             codes.append(ended.code)
 
     with environment.variables({**_as(0, 1, _free_port())}):
-        rendezvous.store(timeout_s=20)
-        os.environ["WORLD_SIZE"] = "2"
+        first = rendezvous.store(timeout_s=20)
+        # A client of its own, as another process has: one that waits for a key lets nobody else at it.
+        second = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
         thread = threading.Thread(target=other)
+        monkeypatch.setattr(
+            rendezvous, "store", lambda timeout_s: second if threading.current_thread() is thread else first
+        )
+        os.environ["WORLD_SIZE"] = "2"
         thread.start()
         with pytest.raises(SystemExit) as ended, handover.giving_up_together():
             raise ConfigError(Problem("optim.lr", "is wrong"))
