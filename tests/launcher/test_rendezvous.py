@@ -93,7 +93,7 @@ def test_a_machine_without_the_folder_gets_its_configuration(tmp_path: Path, mon
 def test_what_rank_0_fails_of_ends_the_others_with_its_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     from glmexp.config.errors import Problem
 
@@ -108,7 +108,8 @@ def test_what_rank_0_fails_of_ends_the_others_with_its_exit_code(
     with environment.variables({**_as(0, 1, _free_port())}):
         first = rendezvous.store(timeout_s=20)
         # A client of its own, as another process has: one that waits for a key lets nobody else at it.
-        second = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+        port = int(os.environ["MASTER_PORT"])
+        second = PrefixStore("glmexp", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
         thread = threading.Thread(target=other)
         monkeypatch.setattr(
             rendezvous, "store", lambda timeout_s: second if threading.current_thread() is thread else first
