@@ -23,6 +23,7 @@ from glmexp.config.errors import UserError
 from glmexp.engine import distributed, fingerprint, gather
 from glmexp.engine.build import DTYPES, frozen, trainable
 from glmexp.entry import artifact
+from glmexp.launcher.folder import write_json
 from glmexp.method.base import Method
 from glmexp.model.build import load_network
 
@@ -94,8 +95,14 @@ def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def run_fresh(run_folder: Path, faults: list[str]) -> dict[str, Any]:
     """Let a fresh process judge the artifact; write and return ``proof.json``. Raises ProofError with all faults."""
+    return ask_fresh("glmexp.entry.proof", run_folder, "artifact", faults)
+
+
+def ask_fresh(module: str, run_folder: Path, judged: str, faults: Sequence[str] = ()) -> dict[str, Any]:
+    """What ``python -m module RUN_FOLDER`` says of what is ``judged``, behind the ``faults`` found before; written as
+    ``proof.json``. Raises ProofError with all faults."""
     done = subprocess.run(
-        [sys.executable, "-m", "glmexp.entry.proof", str(run_folder)],
+        [sys.executable, "-m", module, str(run_folder)],
         env=fresh_environment(),
         capture_output=True,
         text=True,
@@ -105,11 +112,11 @@ def run_fresh(run_folder: Path, faults: list[str]) -> dict[str, Any]:
         result: dict[str, Any] = {"faults": [f"the fresh process failed:\n{done.stderr.strip()}"]}
     else:
         result = json.loads(done.stdout.splitlines()[-1])
-    result["faults"] = faults + result["faults"]
+    result["faults"] = [*faults, *result["faults"]]
     result["passed"] = not result["faults"]
-    (run_folder / RESULT).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(run_folder / RESULT, result)
     if result["faults"]:
-        raise ProofError("the proof of the artifact failed:\n  - " + "\n  - ".join(result["faults"]))
+        raise ProofError(f"the proof of the {judged} failed:\n  - " + "\n  - ".join(result["faults"]))
     return result
 
 

@@ -8,7 +8,6 @@ rounded once more than those of the source, and how far that carries is said.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from glmexp.config.load import read
 from glmexp.config.schema import RunConfig
 from glmexp.engine.build import DTYPES
 from glmexp.entry import artifact, sources
-from glmexp.entry.proof import RESULT, TOLERANCE_FULL16, ProofError, fresh_environment
+from glmexp.entry.proof import TOLERANCE_FULL16, ask_fresh
 from glmexp.entry.sources import Source
-from glmexp.launcher.folder import write_json
 from glmexp.model.build import load_network, load_tokenizer
 from glmexp.model.renderer import renderer
 
@@ -35,21 +33,7 @@ _QUESTIONS = ("What can you do?", "请介绍一下你自己。", "12 + 30 = ?")
 
 def run_fresh(run_folder: Path) -> list[str]:
     """Let the fresh process judge, write ``proof.json``; lines for the terminal. Raises ProofError with all faults."""
-    done = subprocess.run(
-        [sys.executable, "-m", "glmexp.entry.verify", str(run_folder)],
-        env=fresh_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        result: dict[str, Any] = {"faults": [f"the fresh process failed:\n{done.stderr.strip()}"]}
-    else:
-        result = json.loads(done.stdout.splitlines()[-1])
-    result["passed"] = not result["faults"]
-    write_json(run_folder / RESULT, result)
-    if result["faults"]:
-        raise ProofError("the proof of the export failed:\n  - " + "\n  - ".join(result["faults"]))
+    result = ask_fresh("glmexp.entry.verify", run_folder, "export")
     host, gpu = result["peak_host_bytes"] / 1e9, result["peak_gpu_bytes"] / 1e9
     return [
         f"proof: {result['tensors']} tensors reload exactly; a fresh process gives the source's logits to "
