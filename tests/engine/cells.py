@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from glmexp.engine import build, distributed, gather
 from glmexp.engine.loop import Loop
 from glmexp.engine.loss import loss_sum, supervised_tokens
 from glmexp.engine.schedule import lr_factor
-from glmexp.entry import artifact, proof
+from glmexp.entry import artifact, proof, training
 from glmexp.model.build import load_network, load_tokenizer
 from glmexp.model.renderer import renderer
 
@@ -82,30 +83,29 @@ def _engine(config: RunConfig, steps: int) -> Any:
     """The product's own path from the configuration to a DeepSpeed engine."""
     torch.manual_seed(config.train.seed)
     ds_config = lower(config, distributed.world_size())
-    with build.partitioned_loading(ds_config):
-        network = load_network(config.model, build.DTYPES[config.precision.dtype])
-    model = config.method.apply(network, FAMILIES[config.model.family])
-    return build.initialize(model, config, ds_config, steps)
+    return build.initialize(training.network(config, ds_config), config, ds_config, steps)
 
 
-def _train(engine: Any, config: RunConfig, examples: Any, pad_id: int, steps: int) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of ``steps`` optimizer steps."""
+def batches(config: RunConfig, examples: Any, pad_id: int, first: int, count: int) -> Iterator[tuple[int, list[Any]]]:
+    """This rank's micro batches of ``count`` optimizer steps from step ``first`` on (from 0), numbered from 1."""
     train = config.train
     plan = StepPlan(
         len(examples), train.micro_batch_size, train.grad_accum, distributed.world_size(), distributed.rank(),
         train.seed, config.data.shuffle,
     )  # fmt: skip
-    batches = (
-        (step + 1, [collate(pick(examples, places), pad_id) for places in plan.micro_batches(step)])
-        for step in range(steps)
-    )
+    for step in range(first, first + count):
+        yield step + 1, [collate(pick(examples, places), pad_id) for places in plan.micro_batches(step)]
+
+
+def _train(engine: Any, config: RunConfig, examples: Any, pad_id: int, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of ``steps`` optimizer steps."""
     losses, norms = [], []
 
     def on_metrics(_: int, metrics: dict[str, float]) -> None:
         losses.append(metrics["train/loss"])
         norms.append(metrics["train/grad_norm"])
 
-    Loop(engine, batches, 1, on_metrics, lambda *_: None).run()
+    Loop(engine, batches(config, examples, pad_id, 0, steps), 1, on_metrics, lambda *_: None).run()
     return losses, norms
 
 

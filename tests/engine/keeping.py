@@ -74,20 +74,9 @@ def _loop(
     engine: Any, config: Any, first: int, count: int, stop: StopPoint, losses: list[float], **more: Any
 ) -> str | None:
     """The training loop over ``count`` steps; losses are added to ``losses``. Returns why it stopped early."""
-    from glmexp.data.batches import StepPlan, pick
-    from glmexp.data.collate import collate
     from glmexp.engine.loop import Loop
 
-    examples, pad_id = _rows(config.data.max_length)
-    train = config.train
-    plan = StepPlan(
-        len(examples), train.micro_batch_size, train.grad_accum, distributed.world_size(), distributed.rank(),
-        train.seed, config.data.shuffle,
-    )  # fmt: skip
-    batches = (
-        (step + 1, [collate(pick(examples, places), pad_id) for places in plan.micro_batches(step)])
-        for step in range(first, first + count)
-    )
+    batches = cells.batches(config, *_rows(config.data.max_length), first, count)
     note = lambda _, metrics: losses.append(metrics["train/loss"])  # noqa: E731
     return Loop(engine, batches, 1, note, lambda _, reason: reason, stop=stop, **more).run()
 
