@@ -72,14 +72,16 @@ def measure(way: str, chunks: int, work: Work) -> dict[str, Any]:
     count = 4 if way.endswith("4") else 1
 
     def take(number: int) -> None:
-        for _ in range(number, chunks, count):
-            taken.append(alloc(CHUNK) if way == "alloc" else register(CHUNK, way.startswith("huge")))
+        taken.extend(
+            alloc(CHUNK) if way == "alloc" else register(CHUNK, way.startswith("huge"))
+            for _ in range(number, chunks, count)
+        )
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(count)]
     begun = time.perf_counter()
     for thread in threads:
         thread.start()
-    beside = []
+    beside = [work.step()]
     while any(thread.is_alive() for thread in threads):
         beside.append(work.step())
     seconds = time.perf_counter() - begun
