@@ -41,11 +41,11 @@ def explain(key: str, config: RunConfig, origins: Mapping[str, str]) -> str:
     known = keys()
     below = [one for one in known if one.startswith(f"{key}.")]
     if key not in known and below:
-        return "\n".join([f"{key}:", *(f"  {one:<46} {_hint(one, config)[1].splitlines()[0]}" for one in below)])
+        return "\n".join([f"{key}:", *(f"  {one:<46} {hint_of(one, config)[1].splitlines()[0]}" for one in below)])
     if key not in known:
         problem = unknown_key(key, "...")
         raise ConfigError(Problem("doctor.explain", f"{key}: {problem.message}", problem.fix))
-    hint, doc = _hint(key, config)
+    hint, doc = hint_of(key, config)
     value = _at(dump(config), key)
     head = f"{key} = {_shown(value)}" if value is not _ABSENT else f"{key}   (only with {' or '.join(known[key])})"
     rows = {
@@ -76,7 +76,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _hint(key: str, config: RunConfig) -> tuple[Any, str]:
+def hint_of(key: str, config: RunConfig) -> tuple[Any, str]:
     """Annotation and docstring of a key's field; of the chosen option's, where several options have the key."""
     section, *path = key.split(".")
     if section in ("method", "tracker"):
@@ -92,22 +92,28 @@ def _hint(key: str, config: RunConfig) -> tuple[Any, str]:
     return typing.get_type_hints(cls, include_extras=True)[path[-1]], field_docs(cls)[path[-1]]
 
 
-def _unit(key: str, hint: Any, value: Any, config: RunConfig) -> str:
-    bounds = list(_bounds(hint))
-    unit = next((bound.unit for bound in bounds if bound.unit), "")
-    if unit == "elements":
-        dtype = config.precision.dtype
-        if key == "zero.reduce_bucket_size":
-            dtype = config.zero.communication_data_type or dtype
-        elif key == "zero.sub_group_size":
-            dtype = "fp32"  # the optimizer's masters
-        size = _BYTES[dtype]
-        if not isinstance(value, int):
-            return f"elements of {size} bytes ({dtype})"
-        return f"elements; here {value:,} x {size} bytes ({dtype}) = {value * size:,} bytes = {_rounded(value * size)}"
+def unit_of(key: str, hint: Any) -> str:
+    """The unit of an option's number; empty for what is no number."""
+    unit = next((bound.unit for bound in _bounds(hint) if bound.unit), "")
     if not unit and any(kind in (int, float) for kind in _kinds(hint)):
         unit = next((words for pattern, words in _UNITS.items() if re.search(pattern, key)), "a plain number")
-    return unit or "none"
+    return unit
+
+
+def _unit(key: str, hint: Any, value: Any, config: RunConfig) -> str:
+    """The unit, and for elements what the value is in bytes."""
+    unit = unit_of(key, hint)
+    if unit != "elements":
+        return unit or "none"
+    dtype = config.precision.dtype
+    if key == "zero.reduce_bucket_size":
+        dtype = config.zero.communication_data_type or dtype
+    elif key == "zero.sub_group_size":
+        dtype = "fp32"  # the optimizer's masters
+    size = _BYTES[dtype]
+    if not isinstance(value, int):
+        return f"elements of {size} bytes ({dtype})"
+    return f"elements; here {value:,} x {size} bytes ({dtype}) = {value * size:,} bytes = {_rounded(value * size)}"
 
 
 def _rounded(number: int) -> str:
@@ -137,8 +143,8 @@ def _kinds(hint: Any) -> Iterator[Any]:
         yield typing.get_args(arm)[0] if typing.get_origin(arm) is Annotated else arm
 
 
-def _defaults(key: str) -> str:
-    """The value in each file of the key's group: ``stage0 null, stage1 200000000``."""
+def defaults_of(key: str) -> dict[str, str]:
+    """Option of the key's group -> the value that its file gives the key; under ``config`` that of conf/config.yaml."""
     section, *_ = key.split(".")
     found = {}
     for option in shipped_options().get(section, ()):
@@ -150,7 +156,18 @@ def _defaults(key: str) -> str:
                 break
     if not found:
         value = _at(yaml.safe_load((conf_folder() / "config.yaml").read_text(encoding="utf-8")), key)
-        return "set by no file under conf/" if value is _ABSENT else f"{_shown(value)} (conf/config.yaml)"
+        return {} if value is _ABSENT else {"config": _shown(value)}
+    return found
+
+
+def _defaults(key: str) -> str:
+    """The value in each file of the key's group: ``stage0 null, stage1 200000000``."""
+    section, *_ = key.split(".")
+    found = defaults_of(key)
+    if not found:
+        return "set by no file under conf/"
+    if list(found) == ["config"]:
+        return f"{found['config']} (conf/config.yaml)"
     if len(set(found.values())) == 1:
         return f"{next(iter(found.values()))} (conf/{section}/{','.join(found)}.yaml)"
     return ", ".join(f"{option} {value}" for option, value in found.items())

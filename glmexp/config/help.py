@@ -82,7 +82,7 @@ def overview(words: list[str]) -> str:
     """The text of ``--help``; ``words`` are the command line, for the options of its ``--config-dir``."""
     rows = []
     own = folder_of(words)
-    for group, comment in _groups():
+    for group, comment in groups_in_order():
         options = [*shipped_options()[group], *(path.stem for path in sorted((own or Path()).glob(f"{group}/*.yaml")))]
         first = f"  {group:<10} {comment:<52} "
         rows.append(textwrap.fill(" ".join(options), 119, initial_indent=first, subsequent_indent=" " * len(first)))
@@ -90,7 +90,7 @@ def overview(words: list[str]) -> str:
     return TEXT.format(groups="\n".join(rows), studies=studies)
 
 
-def _groups() -> list[tuple[str, str]]:
+def groups_in_order() -> list[tuple[str, str]]:
     """(group, comment) in the order of config.yaml's defaults list, which is the table of contents."""
     lines = (conf_folder() / "config.yaml").read_text(encoding="utf-8").splitlines()
     rows = [re.fullmatch(r"  - (\w+): (.*?)(?: # (.*))?", line) for line in lines]

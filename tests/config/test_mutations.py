@@ -17,7 +17,7 @@ import pytest
 from glmexp.config import registry
 from glmexp.config.ds_config import TABLE
 from glmexp.config.ds_rules import NVME_KEYS, ZERO_STAGES
-from glmexp.config.explain import _arms, _bounds, _hint, _kinds
+from glmexp.config.explain import _arms, _bounds, _kinds, hint_of
 from glmexp.config.load import flatten
 from glmexp.config.nearest import ELSEWHERE, keys, shipped_options
 from tests.config.helpers import config, ds_file, rows_file
@@ -45,9 +45,9 @@ KEYS = sorted(
     for key, options in keys().items()
     if key.split(".")[0] in SECTIONS and (not options or {"method=lora", "eval=loss", "eval=generate"} & set(options))
 )
-NUMBERS = [key for key in KEYS if set(_kinds(_hint(key, CONFIG)[0])) & {int, float}]
-SWITCHES = [key for key in KEYS if bool in _kinds(_hint(key, CONFIG)[0])]
-WORDS = [key for key in KEYS if any(typing.get_origin(arm) is typing.Literal for arm in _arms(_hint(key, CONFIG)[0]))]
+NUMBERS = [key for key in KEYS if set(_kinds(hint_of(key, CONFIG)[0])) & {int, float}]
+SWITCHES = [key for key in KEYS if bool in _kinds(hint_of(key, CONFIG)[0])]
+WORDS = [key for key in KEYS if any(typing.get_origin(arm) is typing.Literal for arm in _arms(hint_of(key, CONFIG)[0]))]
 
 Mutant = tuple[tuple[str, ...], dict[str, Any], list[str]]
 """Words that Hydra composes, values on top of them, and parts of the report that must be there."""
@@ -102,7 +102,9 @@ def wrong_unit(dice: random.Random, folder: Path) -> Mutant:
 def out_of_range(dice: random.Random, folder: Path) -> Mutant:
     while True:
         key = dice.choice(NUMBERS)
-        bounds = [bound for bound in _bounds(_hint(key, CONFIG)[0]) if bound.low is not None or bound.above is not None]
+        bounds = [
+            bound for bound in _bounds(hint_of(key, CONFIG)[0]) if bound.low is not None or bound.above is not None
+        ]
         if bounds:
             lowest = bounds[0].low if bounds[0].low is not None else bounds[0].above
             assert lowest is not None
@@ -119,13 +121,13 @@ def without_effect(dice: random.Random, folder: Path) -> Mutant:
             value: Any = 2
         else:
             value = (
-                ["Block"] if key == "leaf_modules" else True if bool in _kinds(_hint(f"zero.{key}", CONFIG)[0]) else 9
+                ["Block"] if key == "leaf_modules" else True if bool in _kinds(hint_of(f"zero.{key}", CONFIG)[0]) else 9
             )
         return (f"zero=stage{stage}",), {f"zero.{key}": value}, [f"zero.{key}: without effect", f"stage is {stage}"]
     if kind == 1:
         key = dice.choice([*NVME_KEYS, "adam", "pin_memory"])
         text = {"nvme_path": "/disk", "adam": "torch"}
-        value = text.get(key, True if bool in _kinds(_hint(f"offload.{key}", CONFIG)[0]) else 9)
+        value = text.get(key, True if bool in _kinds(hint_of(f"offload.{key}", CONFIG)[0]) else 9)
         return ("offload=none",), {f"offload.{key}": value}, [f"offload.{key}: ", "without effect"]
     key = dice.choice(["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"])
     return (f"precision={dice.choice(['bf16', 'fp32'])}",), {f"precision.{key}": 4}, [f"precision.{key}: only fp16 has"]
