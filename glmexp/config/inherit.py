@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glmexp.config.entries import GOES_ON, TRAINS
+from glmexp.config.entries import GOES_ON, SERVES, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Origin, Tree
 from glmexp.config.load import REGISTERED, flatten, shown
 from glmexp.config.redact import HIDDEN
-from glmexp.config.schema import TrainSection
+from glmexp.config.schema import PrecisionSection, TrainSection
 
 CONFIG = "config.yaml"
 CARD = "glmexp.json"
@@ -77,6 +77,8 @@ class Saved:
     words: str
     """What it is: ``the resumed run`` or ``the artifact``."""
     way_out: str
+    free: tuple[str, ...] = ()
+    """Sections in which the user's choice stands."""
 
     @property
     def ranks(self) -> int | None:
@@ -95,8 +97,9 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
             if (folder / CONFIG).is_file():
                 sections = {name: section for name, section in _mapping(folder / CONFIG).items() if name in RESUMED}
                 return Saved(folder / CONFIG, sections, "the resumed run", "or a new run without train.resume")
-    artifact = _text(values, "artifact", "path")
-    if artifact is not None and _text(values, "entry", "name") not in TRAINS:
+    artifact, entry = _text(values, "artifact", "path"), _text(values, "entry", "name")
+    free = ("precision",) if entry in SERVES else ()
+    if artifact is not None and entry not in TRAINS:
         start = Path(artifact).expanduser().absolute()
         for folder in (start, start / "artifact"):
             if (folder / CARD).is_file():
@@ -104,12 +107,15 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
                 sections = {name: card[name] for name in ("model", "method") if isinstance(card.get(name), dict)}
                 if "model" in sections and card.get("gather") in WHOLE:  # its base may be gone: it needs none
                     sections["model"] = {**sections["model"], **own_weights(folder)}
-                return Saved(folder / CARD, sections, "the artifact", "or name another artifact")
+                if free and isinstance(card.get("dtype"), str):
+                    names = [field.name for field in dataclasses.fields(PrecisionSection)]
+                    sections["precision"] = {**dict.fromkeys(names), "dtype": card["dtype"]}
+                return Saved(folder / CARD, sections, "the artifact", "or name another artifact", free)
         run = run_of(start)
         if run is not None:
             saved = _mapping(run / CONFIG)
             sections = {name: saved[name] for name in ("model", "method", "precision") if name in saved}
-            return Saved(run / CONFIG, sections, "the run of this checkpoint", "or name another checkpoint")
+            return Saved(run / CONFIG, sections, "the run of this checkpoint", "or name another checkpoint", free)
     return None
 
 
@@ -163,7 +169,7 @@ def inherit(tree: Tree, saved: Saved, explicit: Collection[str], chosen: Mapping
         if not isinstance(now, dict) or not isinstance(values, dict):
             continue
         if section in chosen and _other_option(section, now, values):
-            if section in IDENTITY and section in FIXED:
+            if section in IDENTITY and section in FIXED and section not in saved.free:
                 problems.append(_contradiction(f"{section}.{IDENTITY[section]}", now, values, chosen[section], saved))
             continue
         leaves = flatten(now, section)
@@ -212,7 +218,7 @@ def _contradictions(
     own: Mapping[str, Any], saved_leaves: Mapping[str, Any], tree: Tree, saved: Saved
 ) -> Iterator[Problem]:
     for key, value in own.items():
-        moved = key == MOVABLE and saved.words != "the resumed run"
+        moved = (key == MOVABLE and saved.words != "the resumed run") or key.split(".")[0] in saved.free
         if _fixed(key) and not moved and key in saved_leaves and _plain(value) != _plain(saved_leaves[key]):
             origin = tree.origins[key].words if key in tree.origins else "the command line"
             yield Problem(

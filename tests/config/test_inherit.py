@@ -149,3 +149,12 @@ def test_model_and_method_come_from_the_artifact(artifact: Path) -> None:
 )
 def test_a_word_that_contradicts_the_artifact_is_refused(artifact: Path, word: str, part: str) -> None:
     assert part in refusal("entry=evaluate", f"artifact.path={artifact}", word)
+
+
+def test_an_artifact_brings_the_number_format_it_was_trained_in_and_another_may_be_chosen(artifact: Path) -> None:
+    card = json.loads((artifact / "glmexp.json").read_text())
+    (artifact / "glmexp.json").write_text(json.dumps({**card, "dtype": "fp32"}))
+    words = ("entry=evaluate", f"artifact.path={artifact}")
+    assert config(*words).precision.dtype == "fp32"
+    assert config(*words, "precision=bf16").precision.dtype == "bf16"
+    assert config(*words, "precision.dtype=bf16").precision.dtype == "bf16"

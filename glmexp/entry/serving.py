@@ -1,0 +1,110 @@
+"""What answers under entry=evaluate, generate and bench: a base or what was trained on one; found, loaded, placed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glmexp.config.errors import ArtifactError, Problem
+from glmexp.config.schema import ModelSection, RunConfig
+from glmexp.engine import distributed
+from glmexp.engine.build import DTYPES
+from glmexp.entry import artifact, sources
+from glmexp.entry.console import relative
+from glmexp.entry.sources import Source
+from glmexp.model.build import announce_code, load_network, load_tokenizer
+from glmexp.model.renderer import Renderer, renderer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What will answer. Nothing is loaded yet but cards and names of tensors."""
+
+    section: ModelSection
+    """The network; its family decides the chat template."""
+    speaker: ModelSection
+    """Where the tokenizer comes from."""
+    words: str
+    folder: Path | None
+    """Artifact folder: adapter, prefix, trained layers, partitions, or a whole model."""
+    source: Source | None
+    """A checkpoint, or a folder that another program wrote."""
+
+    @cached_property
+    def template(self) -> Renderer:
+        """Chat template and tokenizer. Raises ArtifactError where they are not those that were trained with."""
+        tokenizer = load_tokenizer(self.speaker)
+        if self.folder is not None:
+            card = artifact.read_card(self.folder)
+            artifact.check_template(card, self.section.family, tokenizer, str(self.section.path))
+        return renderer(self.section.family, tokenizer)
+
+    def network(self, dtype: torch.dtype) -> nn.Module:
+        """The model on the CPU in ``dtype``, in evaluation mode. Raises ArtifactError where it is not what was trained.
+
+        Fingerprints are of the number format that was trained in, so it is loaded in that one first.
+        """
+        if self.folder is not None:
+            trained = DTYPES[artifact.read_card(self.folder).dtype]
+            model, card = artifact.load(self.folder, trained, self.section.path)
+            faults = artifact.check(model, card)
+            if faults:
+                way = "use the base and the files that the run left"
+                raise ArtifactError(*(Problem(str(self.folder), fault, way) for fault in faults))
+            return model.to(dtype)
+        if self.source is not None:
+            return sources.live(self.source, load_network, dtype)
+        return load_network(self.section, dtype).eval()
+
+
+def find(config: RunConfig) -> Subject:
+    """What ``artifact.path`` means, or the base that ``model`` names without one. Raises ArtifactError, ConfigError."""
+    announce_code(config.model)
+    path = config.artifact.path
+    if path is None:
+        return Subject(config.model, config.model, f"none: the base {config.model.path} alone", None, None)
+    if artifact.is_one(Path(path)):
+        folder = artifact.find(Path(path))
+        section = artifact.section(artifact.read_card(folder), folder, config.model.path)
+        return Subject(section, section, relative(folder), folder, None)
+    source = sources.of(config)
+    return Subject(source.section, source.tokenizer or source.section, source.words, None, source)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that can be asked."""
+
+    subject: Subject
+    model: Any
+    """Has ``generate``; on its device or devices, in evaluation mode."""
+    dtype: torch.dtype
+
+    @property
+    def template(self) -> Renderer:
+        """Chat template and tokenizer."""
+        return self.subject.template
+
+    @property
+    def device(self) -> torch.device:
+        """Where input ids belong."""
+        return distributed.device()
+
+    def facts(self) -> dict[str, str]:
+        """For the terminal."""
+        section = self.subject.section
+        return {
+            "model": f"{section.name} ({section.family}) in {str(self.dtype).removeprefix('torch.')}",
+            "artifact": self.subject.words,
+        }
+
+
+def load(subject: Subject, config: RunConfig) -> Served:
+    """The model where it is to answer, in ``precision.dtype``, which an artifact brings along."""
+    dtype = DTYPES[config.precision.dtype]
+    return Served(subject, subject.network(dtype).to(distributed.device()), dtype)
