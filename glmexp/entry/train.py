@@ -47,7 +47,7 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     evaluation = training.evaluation(here, engine, template, data)
     keeper = resume.begin(here, engine, plan, data, template, start, evaluation)
     done = keeper.done
-    training.begun(here, ds_config, data, batches, training.facts(here, engine, plan, total, done))
+    training.begun(here, engine, ds_config, data, batches, training.facts(here, engine, plan, total, done))
     positions.at("leak gate")
     here.screen.lines([gate.check(engine, config, plan, batches, template, training.inputs(config, template))])
     with explained("evaluation", config, lambda: engine.module):

@@ -113,7 +113,8 @@ class _Life(TrainerCallback):
         if config.train.resume is not None and here.screen.active:
             _forget_after(here, self.found)
         facts = training.facts(here, self.engine, self.plan, self.total, self.done)
-        training.begun(here, self.ds_config, self.data, self.batches, facts | {"trainer": "transformers.Trainer"})
+        facts |= {"trainer": "transformers.Trainer"}
+        training.begun(here, self.engine, self.ds_config, self.data, self.batches, facts)
         inputs = training.inputs(config, self.template)
         positions.at("leak gate")
         here.screen.lines([gate.check(self.engine, config, self.plan, self.batches, self.template, inputs)])

@@ -29,7 +29,7 @@ from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.proof import Before
 from glmexp.entry.session import Session, session
 from glmexp.launcher import positions
-from glmexp.launcher.folder import write_json, write_status
+from glmexp.launcher.folder import MODEL, write_json, write_status
 from glmexp.launcher.stopping import Phase, listener
 from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.renderer import Renderer, renderer
@@ -127,12 +127,18 @@ def evaluation(here: Session, engine: Any, template: Renderer, data: Prepared) -
     )
 
 
-def begun(here: Session, ds_config: dict[str, Any], data: Prepared, batches: Batches, facts: dict[str, str]) -> None:
+def begun(
+    here: Session, engine: Any, ds_config: dict[str, Any], data: Prepared, batches: Batches, facts: dict[str, str]
+) -> None:
     """Write and say what will run."""
+    trained, rest = build.count(build.trainable(engine.module)), build.count(build.frozen(engine.module))
+    sizes = {"parameters": trained + rest, "trainable_parameters": trained}
     if here.screen.active:
         write_json(here.folder / "ds_config.json", ds_config)
         write_json(here.folder / "data.json", data.record())
+        write_json(here.folder / MODEL, sizes)
         here.start_tracker()
+        here.tracker.summary(sizes)
         here.screen.lines([*data.report, *batches.report()])
         here.screen.facts(f"glmexp {here.config.run.name}", facts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,11 @@ class Sample:
     """Equal but for white space at both ends."""
     finished: bool
     """The model ended its answer itself, within max_new_tokens."""
+
+
+def example_key(prompt: str, answer: str) -> str:
+    """16 hexadecimal digits that name a held-out example in any run, whatever its place: for paired comparisons."""
+    return hashlib.sha256(json.dumps([prompt, answer]).encode()).hexdigest()[:16]
 
 
 def answer_all(context: EvalContext, examples: Sequence[Any], count: int, max_new_tokens: int) -> list[Sample]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from glmexp.config.registry import register
 from glmexp.config.schema import Count
-from glmexp.eval.answers import answer_all, gathered
+from glmexp.eval.answers import answer_all, example_key, gathered, write_lines
 from glmexp.eval.hook import EvalContext, HookResult
 
 PUNCTUATION = frozenset("-:_*^/\\~`+=，。：？！“”；’《》…·、「」（）－～『』")
@@ -107,9 +107,16 @@ class Cmrc:
             predictions = {row.id or str(number): text for number, (row, text) in enumerate(rows)}
             official = context.samples / f"cmrc-step-{context.step}.json"
             official.write_text(json.dumps(predictions, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+            scores = [(f1(text, row.answers), exact_match(text, row.answers)) for row, text in rows]
+            named = [(one.index, example_key(one.prompt, one.expected)) for one in samples]
+            lines = [
+                {"index": index, "example": key, "f1": 100 * overlap, "em": 100 * equal}
+                for (index, key), (overlap, equal) in zip(named, scores, strict=True)
+            ]
+            write_lines(context.samples / f"cmrc-scores-step-{context.step}.jsonl", lines)
             sums = [
-                sum(f1(text, row.answers) for row, text in rows),
-                float(sum(exact_match(text, row.answers) for row, text in rows)),
+                sum(overlap for overlap, _ in scores),
+                float(sum(equal for _, equal in scores)),
                 float(sum(not text.strip() for _, text in rows)),
             ]
         total_f1, total_em, empty = context.sum_over_ranks(sums)

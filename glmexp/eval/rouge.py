@@ -12,7 +12,7 @@ from typing import Any
 
 from glmexp.config.registry import register
 from glmexp.config.schema import Count
-from glmexp.eval.answers import answer_all, gathered, write_lines
+from glmexp.eval.answers import answer_all, example_key, gathered, write_lines
 from glmexp.eval.hook import EvalContext, HookResult
 from glmexp.eval.texts import Split, by_character, by_word
 
@@ -78,7 +78,8 @@ class Rouge:
         sums = [0.0] * (len(METRICS) + 1)
         if samples is not None:
             scores = [score(one.generated, context.examples[one.index].answers) for one in samples]
-            rows = [{"index": one.index, **found} for one, found in zip(samples, scores, strict=True)]
+            named = [(one.index, example_key(one.prompt, one.expected)) for one in samples]
+            rows = [{"index": n, "example": key, **found} for (n, key), found in zip(named, scores, strict=True)]
             write_lines(context.samples / f"rouge-scores-step-{context.step}.jsonl", rows)
             sums = [sum(found[name] for found in scores) for name in METRICS]
             sums.append(float(sum(not one.generated.strip() for one in samples)))

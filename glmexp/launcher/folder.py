@@ -24,6 +24,7 @@ from glmexp.config.schema import RunConfig
 CONFIG = "config.yaml"
 STATUS = "status.json"
 ENVIRONMENT = "environment.json"
+MODEL = "model.json"
 FAILURES = "failures"
 _RECORDED = ("torch", "deepspeed", "transformers", "peft", "hydra-core", "omegaconf", "wandb", "glmexp")
 

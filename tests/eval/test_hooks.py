@@ -21,7 +21,7 @@ import torch
 from glmexp.config.errors import DataError
 from glmexp.config.registry import names, option
 from glmexp.engine.loss import loss_sum
-from glmexp.eval.answers import answer_all, write_lines
+from glmexp.eval.answers import answer_all, example_key, write_lines
 from glmexp.eval.cmrc import Cmrc
 from glmexp.eval.generate import Generate
 from glmexp.eval.hook import EvalContext
@@ -165,6 +165,12 @@ def test_loss_is_the_mean_over_supervised_tokens_however_rows_are_spread(ranks: 
         assert result.metrics["loss"] == pytest.approx(expected, abs=1e-6)  # float32 sums of 12 numbers
         assert result.metrics["perplexity"] == pytest.approx(math.exp(expected), rel=1e-6)
         assert f"(5 rows, {tokens} tokens)" in result.lines[0]
+    scores = [json.loads(line) for line in (tmp_path / "loss-scores-step-7.jsonl").read_text().splitlines()]
+    assert [one["index"] for one in scores] == [0, 1, 2, 3, 4]
+    assert [one["example"] for one in scores] == [example_key(one.prompt, one.answer) for one in ROWS]
+    for one, row_of in zip(scores, ROWS, strict=True):
+        loss, count = model.expected_loss([row_of])
+        assert (one["loss"], one["tokens"]) == (pytest.approx(loss, abs=1e-6), count)
 
 
 def test_logits_of_one_batch_at_a_time_are_alive(tmp_path: Path) -> None:
@@ -309,6 +315,7 @@ def test_overlap_scores_are_means_over_all_answers_and_written(ranks: int, tmp_p
     assert "5 answers, 1 of them empty" in first.lines[0]
     rows = [json.loads(line) for line in (tmp_path / "rouge-scores-step-7.jsonl").read_text().splitlines()]
     assert [one["rouge1_char"] for one in rows] == [1, 0, 1, 1, 1]
+    assert [one["example"] for one in rows] == [example_key(one.prompt, one.answer) for one in ROWS]
 
 
 def test_two_hooks_generate_the_same_answers_once(tmp_path: Path) -> None:
@@ -328,6 +335,9 @@ def test_questions_are_scored_in_percent_and_predictions_kept_in_the_official_fo
     hook = Cmrc(every=None, max_new_tokens=5, max_prompts=None)
     (result,) = run_on_ranks(hook, None, Answers(given(**{ROWS[1].prompt: [STOP]})), tmp_path, 1, rows=rows)
     assert result.metrics == {"f1": pytest.approx(80), "em": pytest.approx(80)}
+    scores = [json.loads(line) for line in (tmp_path / "cmrc-scores-step-7.jsonl").read_text().splitlines()]
+    assert [(one["f1"], one["em"]) for one in scores] == [(100, 100), (0, 0), (100, 100), (100, 100), (100, 100)]
+    assert [one["example"] for one in scores] == [example_key(one.prompt, one.answer) for one in rows]
     official = json.loads((tmp_path / "cmrc-step-7.json").read_text())
     assert official == {"Q0": "e", "Q1": "", "Q2": "cc", "Q3": "h", "Q4": "g"}
 
