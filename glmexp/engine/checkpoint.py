@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import torch
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.engine import checkpoint_files as files
 from glmexp.engine import distributed, rng, states
-from glmexp.engine import host as machine
 from glmexp.engine.checkpoint_files import Entry
+from glmexp.engine.host_copy import HostCopy, NoCopy
+from glmexp.launcher import needs
 
 log = logging.getLogger(__name__)
 
-_FIRST_CHUNK = 1 << 24
-_LAST_CHUNK = 1 << 28
 _POLL_S = 0.05
 
 
@@ -32,79 +30,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written. The earlier ones are as they were."""
 
 
-class HostCopy:
-    """A stream of bytes in host memory that is used again for each save: the first one alone pays for it.
-
-    Page-locked where there is a GPU, in chunks that are powers of two, since torch rounds such memory up to them.
-    """
-
-    def __init__(self) -> None:
-        self._chunks: list[torch.Tensor] = []
-        self._used = 0
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self._used = 0
-
-    def append(self, tensor: torch.Tensor) -> None:
-        """Copy a flat tensor's bytes; whole after ``finish``."""
-        source = tensor.detach().contiguous().view(torch.uint8)
-        done = 0
-        while done < len(source):
-            chunk, place = self._room()
-            count = min(len(source) - done, len(chunk) - place)
-            chunk[place : place + count].copy_(source[done : done + count], non_blocking=True)
-            done += count
-            self._used += count
-
-    def finish(self) -> None:
-        """Wait for the copies."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    def parts(self) -> Iterator[memoryview]:
-        """All bytes in order."""
-        left = self._used
-        for chunk in self._chunks:
-            if left <= 0:
-                return
-            yield chunk[: min(left, len(chunk))].numpy().data
-            left -= len(chunk)
-
-    def _room(self) -> tuple[torch.Tensor, int]:
-        """The chunk that the next byte goes to, and its place there."""
-        place = self._used
-        for chunk in self._chunks:
-            if place < len(chunk):
-                return chunk, place
-            place -= len(chunk)
-        size = min(_LAST_CHUNK, _FIRST_CHUNK << len(self._chunks))
-        self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
-        return self._chunks[-1], 0
-
-
-class NoCopy(HostCopy):
-    """For hosts without room for a copy: the bytes are read where they lie, while training waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._tensors: list[torch.Tensor] = []
-
-    def clear(self) -> None:
-        self._tensors.clear()
-
-    def append(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor itself."""
-        self._tensors.append(tensor.detach())
-
-    def parts(self) -> Iterator[memoryview]:
-        for tensor in self._tensors:
-            for block in tensor.contiguous().view(torch.uint8).split(_LAST_CHUNK):
-                yield block.cpu().numpy().data
-
-
 ROOM = 0.8
 """Share of the host's free memory that copies of all its ranks may take."""
+_BESIDE = 1 << 16
+"""Bytes of a copy that are no states: random numbers."""
 
 
 @dataclass
@@ -119,12 +48,16 @@ class Saver:
     """The same word on all ranks and another in each process: two lives of a run share no folder of a save."""
     lowest_is_best: bool = True
     _host: HostCopy | None = field(default=None, init=False)
-    """Where states are copied to: decided at the first save."""
+    """Where states are copied to: decided by ``prepare``, else at the first save."""
     _thread: threading.Thread | None = field(default=None, init=False)
     _error: BaseException | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
     _judged: dict[str, Any] | None = field(default=None, init=False)
     """What ``judge`` found of the checkpoint that is being written."""
+
+    def prepare(self) -> None:
+        """There will be saves: take the host memory that they need, beside training."""
+        self._host = self._room(ahead=True)
 
     def save(self, step: int, about: dict[str, Any]) -> dict[str, float]:
         """Copy the state after ``step`` to the host and let a thread write it. Returns the seconds of waiting and
@@ -136,7 +69,7 @@ class Saver:
         begun = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
-        host = self._host = self._host or self._room()
+        host = self._host = self._host or self._room(ahead=False)
         entries, extra = self._copy(step, host)
         folder = self.run_folder / files.FOLDER / f".{files.step_name(step)}.{self.token}"
         state = {
@@ -177,6 +110,8 @@ class Saver:
 
     def close(self) -> None:
         """Until the last save is whole for all ranks."""
+        if self._host is not None:
+            self._host.close()
         self.wait()
         distributed.barrier()
 
@@ -196,13 +131,19 @@ class Saver:
         if best is None or best["metric"] != found["metric"] or sign * found["value"] < sign * best["value"]:
             files.write_json(self.run_folder / files.FOLDER / files.BEST, found)
 
-    def _room(self) -> HostCopy:
-        """A copy on the host where all its ranks' copies fit into the memory that is free there."""
-        free = machine.available_bytes()
-        needed = states.size_bytes(self.engine) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if free is None or needed <= ROOM * free or states.on_nvme(self.engine):
-            return HostCopy()
-        log.warning("%d bytes of states, %d of memory free: training waits while checkpoints are written", needed, free)
+    def _room(self, ahead: bool) -> HostCopy:
+        """A copy on the host where all its ranks' copies fit into the memory that is free there; on all ranks alike.
+
+        ahead: a thread takes the memory from now on. The ranks of a host look at what is free before one takes any.
+        """
+        free, size = needs.available_memory_bytes(), states.size_bytes(self.engine)
+        needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        fits = free is None or needed <= ROOM * free
+        if all(distributed.gather_to_all(fits)):
+            return HostCopy(size + _BESIDE if ahead else 0)
+        if states.on_nvme(self.engine):
+            return HostCopy()  # what is read goes back to the disk: there is nothing to read twice
+        log.warning("%d bytes of states, %s of memory free: training waits while checkpoints are written", needed, free)
         return NoCopy()
 
     def _copy(self, step: int, host: HostCopy) -> tuple[list[Entry], dict[str, str]]:

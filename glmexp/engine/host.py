@@ -15,12 +15,6 @@ def used_bytes() -> int:
     return 1024 * (rows.get("MemTotal:", 0) - rows.get("MemAvailable:", 0))
 
 
-def available_bytes() -> int | None:
-    """Memory of this machine that could be taken without swapping. None where there is no Linux."""
-    found = _rows("/proc/meminfo").get("MemAvailable:")
-    return None if found is None else 1024 * found
-
-
 def process_bytes() -> int:
     """Memory of this process that is no file's: what a leak would add to. 0 where there is no Linux."""
     path = Path("/proc/self/status")

@@ -263,19 +263,31 @@ def _buffer(config: RunConfig, host: Host) -> Iterator[Problem]:
         )
 
 
-def available_memory_bytes() -> int | None:
-    """Memory that may be taken: what Linux has available, less where a control group allows less. None: no Linux."""
+def available_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that may be taken: what Linux has available, less where a control group allows less. None: no Linux.
+
+    Both count what files have in memory as free: it is given up when something else needs the place.
+    """
     try:
-        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        rows = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     available = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for group, limit, used, cached in (
+        ("sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+        (
+            "sys/fs/cgroup/memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            ("total_active_file", "total_inactive_file"),
+        ),
     ):
-        if Path(limit).is_file() and Path(used).is_file() and Path(limit).read_text().strip().isdigit():
-            available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
+        folder = root / group
+        if not (folder / limit).is_file() or not (folder / limit).read_text().strip().isdigit():
+            continue
+        allowed, taken = (int((folder / name).read_text()) for name in (limit, used))
+        counts = dict(row.split() for row in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        available = min(available, allowed - taken + sum(int(counts[name]) for name in cached))
     return available
 
 
