@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from glmexp.config.entries import TRAINS
 from glmexp.config.errors import Problem
 from glmexp.config.schema import RunConfig
 
@@ -85,6 +86,49 @@ def fp16(config: RunConfig, facts: Facts) -> Iterator[Problem]:
                 f"{', '.join(useless)} without effect: precision.loss_scale={precision.loss_scale:g} is a fixed scale",
                 "precision.loss_scale=0 is the dynamic one",
             )
+
+
+def fp8(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """A base in fp8 is frozen, whole on each rank and beside bf16; what is written in 16 bit needs it in 16 bit."""
+    precision = config.precision
+    if precision.base is None:
+        if precision.base_transposed is not None:
+            yield Problem(
+                "precision.base_transposed",
+                "without effect: the base is not in fp8",
+                "precision.base=fp8, or leave it out",
+            )
+        return
+    if config.entry.name not in (*TRAINS, "doctor"):
+        if "precision.base" in facts.explicit:
+            yield Problem(
+                "precision.base",
+                f"without effect under entry={config.entry.name}: an artifact brings the format that it was trained on",
+                "leave it out",
+            )
+        return
+    if precision.dtype != "bf16":
+        yield Problem(
+            "precision.base",
+            f"fp8 products are written in bf16, and the dtype is {precision.dtype}",
+            "precision=bf16, or precision.base=null",
+        )
+    if config.method.name == "full":
+        yield Problem(
+            "precision.base", "fp8 without effect: method=full freezes nothing", "method=lora, or leave it out"
+        )
+    if config.zero.stage == 3:
+        yield Problem(
+            "precision.base",
+            "fp8 weights are not partitioned: ZeRO stage 3 splits the base in bf16 while it is loaded",
+            "zero=stage2, or precision.base=null",
+        )
+    if config.gather.name == "full16":
+        yield Problem(
+            "gather.name",
+            "full16 writes the base from memory, where it is in fp8",
+            "gather=trainable, and entry=export merges with the base as it was",
+        )
 
 
 def offload(config: RunConfig, facts: Facts) -> Iterator[Problem]:

@@ -361,6 +361,7 @@ def _no_checkpoint(start: Path) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     _batches,
     ds_rules.fp16,
+    ds_rules.fp8,
     ds_rules.offload,
     ds_rules.nvme,
     ds_rules.zero,

@@ -225,6 +225,12 @@ class PrecisionSection:
     check_grad_overflow: bool | None
     """bf16: DeepSpeed looks for inf and nan in each gradient before a step, and waits for the GPU once a tensor. False:
     a gradient norm that is not finite ends the run all the same, after the step."""
+    base: Literal["fp8"] | None
+    """bf16: number format of the frozen linear layers in the blocks (LoRA, P-Tuning, the frozen blocks of freeze). fp8:
+    e4m3 with a scale a row, activations and their gradients too where they meet these weights. Null: that of dtype."""
+    base_transposed: bool | None
+    """fp8: keep a second copy of each frozen weight, turned round for the backward pass: faster, and the base takes the
+    memory that it takes in bf16. False: turn the weight in each backward pass, half the memory. Null: true with fp8."""
 
 
 @dataclass

@@ -28,12 +28,18 @@ def compile_blocks(network: Any, backend: str = "inductor") -> int:
     Evaluation and generation go the plain way: their lengths differ from call to call, and each would be compiled.
     Blocks share their code, and their weights are arguments of the graph: it is compiled once.
     """
-    kinds = set(network._no_split_modules or ())
-    blocks = [module for module in network.modules() if type(module).__name__ in kinds]
-    assert blocks, f"{type(network).__name__} names no blocks (_no_split_modules)"
-    for block in blocks:
+    found = blocks(network)
+    for block in found:
         block.forward = _in_training(block, block.forward, torch.compile(block.forward, backend=backend))
-    return len(blocks)
+    return len(found)
+
+
+def blocks(network: Any) -> list[nn.Module]:
+    """The transformer blocks of a transformers model."""
+    kinds = set(network._no_split_modules or ())
+    found = [module for module in network.modules() if type(module).__name__ in kinds]
+    assert found, f"{type(network).__name__} names no blocks (_no_split_modules)"
+    return found
 
 
 def _in_training(block: nn.Module, plain: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:

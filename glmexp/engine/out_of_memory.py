@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from glmexp.config.schema import RunConfig
-from glmexp.engine import distributed
+from glmexp.engine import distributed, fp8
 from glmexp.engine.build import frozen, trainable
 
 GIB = 2**30
@@ -59,8 +59,9 @@ def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
     stage, offload = config.zero.stage, config.offload
     element = _BYTES[config.precision.dtype]
     trained = sum(getattr(one, "ds_numel", one.numel()) for _, one in trainable(model))
-    kept = sum(getattr(one, "ds_numel", one.numel()) for _, one in frozen(model))
-    weights = element * (trained + kept) // (ranks if stage == 3 else 1)
+    kept = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for _, one in frozen(model))
+    kept += sum(layer.transposed.numel() for _, layer in fp8.layers(model) if layer.transposed is not None)
+    weights = (element * trained + kept) // (ranks if stage == 3 else 1)
     gradients = element * trained // (ranks if stage >= 2 else 1)
     # float32 master and two moments; at stage 0 in fp32 the parameter is its own master.
     states = (8 if stage == 0 and element == 4 else 12) * trained // (ranks if stage >= 1 else 1)

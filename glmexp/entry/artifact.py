@@ -17,7 +17,7 @@ from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import CARD, WHOLE, own_weights
 from glmexp.config.registry import option
 from glmexp.config.schema import Family, ModelSection, RunConfig, Sizes
-from glmexp.engine import distributed, fingerprint, gather, sharded
+from glmexp.engine import distributed, fingerprint, fp8, gather, sharded
 from glmexp.engine.build import DTYPES, frozen, trainable
 from glmexp.method import weight_files
 from glmexp.method.base import Method
@@ -48,6 +48,8 @@ class Card:
     """Digest over the fingerprints of the frozen parameters: another base has another."""
     template: str | None = None
     """Digest over a conversation in the chat template: another template or vocabulary has another."""
+    base_format: str | None = None
+    """``precision.base``: what the frozen layers were rounded to. ``base`` is their digest before that."""
 
     def write(self, folder: Path) -> None:
         """Write the card into the artifact folder."""
@@ -133,8 +135,8 @@ def check_template(card: Card, family: Family, tokenizer: Any, where: str) -> No
 
 
 def base_digest(model: nn.Module) -> str:
-    """Digest of what is frozen, the same whole or partitioned. Collective."""
-    return digest(fingerprint.of_parameters(frozen(model)))
+    """Digest of what is frozen, as it was loaded; the same whole or partitioned. Collective."""
+    return digest(fp8.prints(model, frozen(model)))
 
 
 def digest(prints: dict[str, int]) -> str:
@@ -170,6 +172,7 @@ def write(engine: Any, config: RunConfig, method: Method, tokenizer: Any, run_fo
         tensors=prints,
         base=base_digest(model),
         template=template_digest(config.model.family, tokenizer),
+        base_format=config.precision.base,
     )
     if distributed.rank() == 0:
         tokenizer.save_pretrained(folder)
@@ -207,10 +210,11 @@ def _write_full16(folder: Path, config: RunConfig, method: Method, model: nn.Mod
     return prints
 
 
-def load(folder: Path, dtype: torch.dtype, base: str | None = None) -> tuple[nn.Module, Card]:
+def load(folder: Path, dtype: torch.dtype, base: str | None = None, rounded: bool = True) -> tuple[nn.Module, Card]:
     """The trained model from an artifact folder, in ``dtype``, on the CPU, in eval mode.
 
-    ``base``: where its base lies now, if not where it was. Raises ArtifactError where a file, the base or a tensor is
+    ``base``: where its base lies now, if not where it was. ``rounded``: the base in the format that it was trained on;
+    False: all of it in ``dtype``, as an export merges it. Raises ArtifactError where a file, the base or a tensor is
     not what the card says.
     """
     card = read_card(folder)
@@ -227,6 +231,9 @@ def load(folder: Path, dtype: torch.dtype, base: str | None = None) -> tuple[nn.
                 parameter.copy_(tensors[name][1]())
     else:
         model = method.load(folder, network, family)
+    if card.base_format == "fp8" and rounded:
+        fp8.check_device()
+        fp8.convert(model, network, card.tensors, keep_transposed=False)
     return model.eval(), card
 
 
@@ -244,7 +251,7 @@ def load_layout(folder: Path, where: ModelSection, dtype: torch.dtype) -> nn.Mod
 
 def check(model: nn.Module, card: Card) -> list[str]:
     """What in a loaded model is not as the card says, in words. Call with the card's dtype."""
-    return faults(fingerprint.of_parameters(model.named_parameters()), card)
+    return faults(fp8.prints(model, model.named_parameters()), card)
 
 
 def faults(found: dict[str, int], card: Card) -> list[str]:

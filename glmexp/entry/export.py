@@ -80,7 +80,7 @@ def assemble(source: Source, folder: Path) -> int:
         raise ConfigError(
             Problem("export.form", f"trained, and {found}", "export.form=whole; trained assembles gather=sharded")
         )
-    model, _ = artifact.load(source.path, DTYPES[card.dtype], source.section.path)
+    model, _ = artifact.load(source.path, DTYPES[card.dtype], source.section.path, rounded=False)
     _refuse(source.path, artifact.check(model, card))
     held = card.method_settings().write(folder, model, {name: p.detach() for name, p in trainable(model)})
     prints = {name: fingerprint.of_tensor(tensor) for name, tensor in held.items()}

@@ -33,7 +33,9 @@ def measured(here: Session, model: Any) -> perf.Speed | None:
     if here.screen.active:
         environment = json.loads((here.folder / ENVIRONMENT).read_text(encoding="utf-8"))
         write_json(here.folder / ENVIRONMENT, environment | {"peak_flops": peak.flops, "peak_source": peak.source})
-    here.screen.lines([f"perf/mfu is a share of {peak.flops / 1e12:,.1f} TFLOP/s a GPU, {peak.source}"])
+    dtype, low = here.config.precision.dtype, here.config.precision.base
+    above = f"; that is {dtype}'s, products in {low} may go beyond it" if low else ""
+    here.screen.lines([f"perf/mfu is a share of {peak.flops / 1e12:,.1f} TFLOP/s a GPU, {peak.source}{above}"])
     return perf.Speed(counted, peak)
 
 

@@ -18,7 +18,7 @@ from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches
 from glmexp.data.packing import model_inputs
 from glmexp.data.prepare import Prepared, prepare
-from glmexp.engine import build, compiled, distributed
+from glmexp.engine import build, compiled, distributed, fp8
 from glmexp.engine.loop import Batch
 from glmexp.engine.loss import padded_inputs
 from glmexp.engine.per_rank import FILE, PerRank
@@ -77,10 +77,15 @@ def run(config: RunConfig, run_folder: Path, train: Callable[[Session, Renderer,
 
 def network(config: RunConfig, ds_config: dict[str, Any]) -> Any:
     """The model with the method on it, ready for an engine."""
+    if config.precision.base == "fp8":
+        fp8.check_device()
     with build.partitioned_loading(ds_config):
         kind, _ = attention_kind(config)
         loaded = load_network(replace(config.model, attention=kind), build.DTYPES[config.precision.dtype])
     model = config.method.apply(loaded, FAMILIES[config.model.family])
+    if config.precision.base == "fp8":
+        trained = {name for name, _ in build.trainable(model)}
+        fp8.convert(model, inner(model), trained, config.precision.base_transposed is not False)
     if config.train.gradient_checkpointing:
         _recompute_activations(model)
     if compiles(config, model):
@@ -211,13 +216,15 @@ def facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> 
     trained, rest = build.trainable(engine.module), build.frozen(engine.module)
     train = config.train
     kind, reason = attention_kind(config)
+    low = fp8.layers(engine.module)
     steps = f"{done} done, on to {total}" if done else str(total)
     return {
         "model": f"{config.model.name} ({config.model.family}), {build.count(trained + rest):,} parameters",
         "attention": " ".join([kind, f"with a dense mask: {reason}" if reason else ""]).strip(),
         "method": f"{config.method.name}, {build.count(trained):,} of them trained",
         "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}"
-        + (", compiled blocks" if compiles(config, engine.module) else ""),
+        + (", compiled blocks" if compiles(config, engine.module) else "")
+        + (f", {len(low)} frozen layers in fp8" if low else ""),
         "ranks": f"{ranks} on {distributed.device().type}",
         "batch": f"{train.batch_size} rows = {train.micro_batch_size} x {train.grad_accum} x {ranks} "
         "(micro batch x accumulation x ranks)",

@@ -90,8 +90,8 @@ def _source(config: RunConfig, dtype: torch.dtype, device: torch.device) -> tupl
     """The source's own model in ``dtype``, not merged, and what is wrong with it."""
     source: Source = sources.of(config)
     card = source.card
-    if card is not None and card.gather != "sharded":  # as its user loads it
-        model, _ = artifact.load(source.path, DTYPES[card.dtype], source.section.path)
+    if card is not None and card.gather != "sharded":  # as its user loads it, on the base that was merged
+        model, _ = artifact.load(source.path, DTYPES[card.dtype], source.section.path, rounded=False)
         model.to(device)
         faults = artifact.check(model, card)  # before the change of format
         return model.to(dtype), faults

@@ -100,11 +100,11 @@ class Block(GradientCheckpointingLayer):
         self.post_attention_layernorm = make_norm(config)
         self.mlp = MLP(config)
 
-    def normed(self, norm: nn.Module, states: Tensor) -> Tensor:
+    def normed(self, norm: Any, states: Tensor) -> Tensor:
         """The norm's output, in the dtype of the weights where the residual stream is kept in float32."""
         if not self.config.fp32_residual_connection:
             return norm(states)
-        return norm(states.to(torch.float32)).to(self.self_attention.dense.weight.dtype)
+        return norm(states.to(torch.float32)).to(norm.weight.dtype)
 
     def add(self, residual: Tensor, states: Tensor) -> Tensor:
         """Residual sum after dropout, in the dtype of the residual stream."""
