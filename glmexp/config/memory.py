@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from glmexp.config.families import FAMILIES
@@ -13,7 +13,30 @@ _DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes an element: float32 master, Adam's two moments, and the float32 gradient that stands beside the master."""
 EXACT_PINNING = "pinned_max_round_threshold_mb:1024,pinned_max_cached_size_mb:1024"
-"""Setting of torch's allocator: pinned buffers above 1 GiB are as large as asked for and, as that demands, not kept."""
+"""Setting of torch's allocator (in 2.13, not in 2.11): pinned buffers above 1 GiB are as large as asked for and, as
+that demands, not kept."""
+GROUP_ELEMENTS = 2**29
+"""Most elements of an optimizer group, unless one tensor has more. DeepSpeed's step takes a float32 copy of one group's
+gradients at a time: with all weights in one group that is 23 GiB for 6 B parameters, and it is 2 GiB with these. Copies
+to and from the host go on beside the next group's step."""
+
+
+def split(sizes: Sequence[int], stage: int) -> list[list[int]]:
+    """Places of tensors of these sizes, in order, in groups of at most GROUP_ELEMENTS elements or one tensor.
+
+    At stage 3 all are one group: DeepSpeed makes its own of ``zero.sub_group_size`` elements.
+    """
+    if stage == 3:
+        return [[*range(len(sizes))]] if sizes else []
+    groups: list[list[int]] = []
+    filled = 0
+    for place, size in enumerate(sizes):
+        if not groups or filled + size > GROUP_ELEMENTS:
+            groups.append([])
+            filled = 0
+        groups[-1].append(place)
+        filled += size
+    return groups
 
 
 def sizes_of(model: ModelSection) -> Sizes | None:
@@ -30,6 +53,12 @@ def sizes_of(model: ModelSection) -> Sizes | None:
 
 def parameters(model: ModelSection) -> int | None:
     """Elements of the network's matrices; None where its sizes are not known."""
+    sizes = matrices(model)
+    return None if sizes is None else sum(sizes)
+
+
+def matrices(model: ModelSection) -> list[int] | None:
+    """Elements of each of the network's matrices, in its order; None where its sizes are not known."""
     sizes = sizes_of(model)
     if sizes is None:
         return None
@@ -39,11 +68,11 @@ def parameters(model: ModelSection) -> int | None:
         return None
     width = sizes.head_size or hidden // heads
     queries, keys = heads * width, (sizes.num_key_value_heads or heads) * width
-    attention = hidden * (queries + 2 * keys) + queries * hidden
     # ChatGLM-6B, the only family without grouped keys, has an MLP without a gate.
-    mlp = hidden * inner * (3 if sizes.num_key_value_heads is not None else 2)
-    embeddings = vocab * hidden * (1 if sizes.tied_embedding or sizes.num_key_value_heads is None else 2)
-    return layers * (attention + mlp) + embeddings
+    gated = 2 if sizes.num_key_value_heads is not None else 1
+    block = [hidden * (queries + 2 * keys), queries * hidden, gated * hidden * inner, inner * hidden]
+    tied = sizes.tied_embedding or sizes.num_key_value_heads is None
+    return [vocab * hidden, *block * layers, *([] if tied else [vocab * hidden])]
 
 
 def host_bytes(config: RunConfig) -> int | None:
@@ -54,14 +83,16 @@ def host_bytes(config: RunConfig) -> int | None:
     by torch's allocator. With params=cpu the weights come on top. Only full fine-tuning is counted: what the other
     methods train is small.
     """
-    offload, elements = config.offload, parameters(config.model)
-    if elements is None:
+    offload, sizes = config.offload, matrices(config.model)
+    if sizes is None:
         return None
+    elements = sum(sizes)
     trained = elements if config.method.name == "full" else 0
     weight = _DTYPE[config.precision.dtype]
     total = 0
-    if offload.optimizer == "cpu":
-        buffers = [MASTER * trained, GRADIENT * trained, weight * trained]
+    if offload.optimizer == "cpu" and trained:
+        groups = [sum(sizes[place] for place in group) for group in split(sizes, config.zero.stage)]
+        buffers = [kind * group for kind in (MASTER, GRADIENT, weight) for group in groups]
         # At stage 3 a buffer is one sub group's, by default nearly a power of two.
         rounded = bool(offload.pin_memory) and config.zero.stage < 3 and not _exact_pinning(config.launcher.env)
         total += sum(map(_power_of_two, buffers) if rounded else buffers) + MOMENTS * trained
@@ -87,7 +118,7 @@ def pinned_by_deepspeed(variables: Mapping[str, str]) -> bool:
 
 
 def _exact_pinning(variables: Mapping[str, str]) -> bool:
-    """Whether torch (2.11 on) is told not to round large pinned buffers up, or DeepSpeed pins, which does not."""
+    """Whether torch (2.13) is told not to round large pinned buffers up, or DeepSpeed pins, which does not."""
     if pinned_by_deepspeed(variables):
         return True
     settings = (variables.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.memory import split
 from glmexp.config.schema import RunConfig
 from glmexp.engine import grad_norm
 from glmexp.engine.schedule import lr_factor
@@ -169,12 +170,15 @@ def _forget_warm_up_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices only (no biases, no norms), as is usual."""
+    """AdamW; weight decay on matrices only (no biases, no norms), as is usual. Groups are as ``memory.split`` says."""
     optim = config.optim
     decayed = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
     others = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) <= 1]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups = [
+        {"params": [kind[place] for place in group], "weight_decay": decay}
+        for kind, decay in ((decayed, optim.weight_decay), (others, 0.0))
+        for group in split([getattr(p, "ds_numel", p.numel()) for p in kind], config.zero.stage)
+    ]
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if config.offload.adam == "deepspeed":  # decided by launcher/needs.py, which has compiled it
         from deepspeed.ops.adam import DeepSpeedCPUAdam

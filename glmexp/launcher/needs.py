@@ -30,7 +30,7 @@ from glmexp.launcher.ranks import gpu_count
 CPU_ADAM, PIN_MEMORY, ASYNC_IO, QUANTIZER = "cpu_adam", "pin_memory", "async_io", "quantizer"
 _GIB = 2**30
 _UNROUNDED = (
-    "offload.pin_memory=false (pinned buffers are rounded up to powers of two, unless torch 2.11 or later has "
+    "offload.pin_memory=false (pinned buffers are rounded up to powers of two, unless torch 2.13 or later has "
     f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}}), "
 )
 _WAYS_OUT = "offload.adam=torch (torch's AdamW on the host, slower), or offload=none"

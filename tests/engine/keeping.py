@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from glmexp.config import memory
 from glmexp.engine import build, checkpoint, checkpoint_files, distributed, gather, rng, states
 from glmexp.engine.stop import StopPoint
 from tests.engine import cells
@@ -127,8 +128,9 @@ def lives(writers: list[list[str]], folder: str) -> list[Life]:
     return [born(words, f"{folder}/{number}") for number, words in enumerate(writers)]
 
 
-def reborn_from(pairs: list[tuple[list[str], str]]) -> list[Life]:
-    """``reborn`` of each (words, folder of a life)."""
+def reborn_from(pairs: list[tuple[list[str], str]], group_elements: int | None = None) -> list[Life]:
+    """``reborn`` of each (words, folder of a life), with smaller optimizer groups if asked for."""
+    memory.GROUP_ELEMENTS = group_elements or memory.GROUP_ELEMENTS
     return [reborn(words, folder) for words, folder in pairs]
 
 
