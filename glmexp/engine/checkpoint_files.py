@@ -181,8 +181,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def faults(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, in words. All sizes are looked at, and of every ``shares``-th file each byte."""
+def faults(folder: Path, share: int | None = 0, shares: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, in words. All sizes are looked at, and of every ``shares``-th file, from number
+    ``share`` on, each byte; share None: sizes alone."""
     try:
         state = read_state(folder)
     except ValueError as error:
@@ -244,9 +245,9 @@ class Pieces:
         self._files = [RankFile(folder / name) for name in files]
         self._places: dict[tuple[str, str], list[tuple[int, int, RankFile, str]]] = {}
         self.steps: dict[str, float] = {}
-        """Adam's count of steps by parameter."""
+        """Adam's count of steps by parameter; none where only weights were written."""
         for file in self._files:
-            self.steps |= json.loads(file.about["steps"])
+            self.steps |= json.loads(file.about.get("steps", "{}"))
             for entry in file.names:
                 kind, _, rest = entry.partition(":")
                 name, at, offset = rest.rpartition("@")

@@ -43,6 +43,11 @@ def read(engine: Any, sink: Sink) -> None:
         sink(piece)
 
 
+def pieces(engine: Any) -> Iterator[Piece]:
+    """Every piece of this rank, one at a time; on nvme a piece is there until the next one is asked for."""
+    return _pieces(engine, None)
+
+
 def write(engine: Any, source: Source) -> None:
     """Let ``source`` fill every piece of this rank in place and return Adam's step; then renew the weights.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from glmexp.config.errors import ArtifactError
 from glmexp.entry import artifact, export, proof
 from tests.engine.cells import all_stages, configure
 from tests.ranks import run_on_ranks
@@ -26,6 +27,10 @@ def test_whole_and_sharded_artifacts_prove_themselves_at_every_stage(method: str
         for gather in gathers:
             verdict = proof.judge(tmp_path / f"stage{stage}-{gather}")
             assert verdict["faults"] == [], f"stage {stage}, {gather}"
+        parts = tmp_path / f"stage{stage}-sharded" / "artifact" / "partitions"
+        assert sorted(file.name for file in parts.iterdir()) == [
+            "rank-0.safetensors", "rank-1.safetensors", "state.json"
+        ], "no pickle"  # fmt: skip
         whole = load_file(tmp_path / f"stage{stage}-full16" / "artifact" / "model.safetensors")
         assert {tensor.dtype for tensor in whole.values()} == {torch.bfloat16}, f"stage {stage}"
 
@@ -64,3 +69,9 @@ def test_export_assembles_what_trainable_would_have_written(tmp_path: Path) -> N
     # Two trainings of one seed in one process: equal to the last bit.
     assert all(torch.equal(assembled[name], direct[name]) for name in direct)
     assert artifact.read_card(out / "artifact").gather == "trainable"
+    folder = tmp_path / "stage3-sharded" / "artifact"
+    file = folder / "partitions" / "rank-1.safetensors"
+    with file.open("r+b") as one:
+        one.truncate(file.stat().st_size - 4)
+    with pytest.raises(ArtifactError, match=r"rank-1.safetensors has [\d,]+ bytes, [\d,]+ were written"):
+        artifact.load(folder, torch.float32)
