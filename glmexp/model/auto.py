@@ -137,15 +137,16 @@ def _register_tokenizers(module: ModuleType) -> None:
 
 @cache
 def register_networks() -> None:
-    """Make AutoModel and its kin find our networks, and all networks the attention kind varlen."""
+    """Make AutoModel and its kin find our networks, and all networks the attention kinds varlen and slots."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from glmexp.model.chatglm import ChatGLMForConditionalGeneration
     from glmexp.model.chatglm2 import ChatGLM2ForConditionalGeneration
     from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
-    from glmexp.model.varlen import register
+    from glmexp.model import slots, varlen
 
-    register()
+    varlen.register()
+    slots.register()
     for auto in (AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM):
         auto.register(ChatGLMConfig, ChatGLMForConditionalGeneration, exist_ok=True)
         auto.register(ChatGLM2Config, ChatGLM2ForConditionalGeneration, exist_ok=True)

@@ -1,0 +1,152 @@
+"""Decoding over slots: the tokens and logits of transformers' own generation, for every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from glmexp.model.decoder import Choice, Decoder, Step, applies
+from tests.model.samples import FAMILIES, GMASK, RELEASES, SOP, network
+
+PAD = 3
+
+
+def prompts(family: str, *lengths: int) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts and their mask."""
+    chance = torch.Generator().manual_seed(sum(lengths))
+    longest = max(lengths)
+    ids, real = torch.full((len(lengths), longest), PAD), torch.zeros(len(lengths), longest, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = torch.randint(5, 50, (length,), generator=chance)
+        real[row, longest - length :] = 1
+        if family == "chatglm":
+            ids[row, -2:] = torch.tensor([GMASK, SOP])
+    return ids, real
+
+
+def plain(model: Any, ids: Tensor, real: Tensor, stops: list[int], most: int = 12) -> Tensor:
+    with torch.no_grad():
+        whole = model.generate(
+            input_ids=ids, attention_mask=real, max_new_tokens=most, do_sample=False, eos_token_id=stops, pad_token_id=PAD
+        )
+    return whole[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [(7,), (9, 4, 6)], ids=["one", "padded"])
+def test_tokens_are_those_of_generate(family: str, lengths: tuple[int, ...]) -> None:
+    model = network(family, "sdpa")
+    ids, real = prompts(family, *lengths)
+    free = plain(model, ids, real, [63])
+    stops = [int(free[0, 3]), 63]  # ends inside of the answer
+    expected = plain(model, ids, real, stops)
+    decoder = Decoder(model, "static")
+    for _ in range(2):  # the second time with the cache that is there
+        found = decoder.generate(ids, real, 12, stops, PAD, slots=40)
+        assert found.tolist() == expected.tolist()
+    assert plain(model, ids, real, stops).tolist() == expected.tolist(), "the network is as it was"
+
+
+@pytest.mark.parametrize("family", RELEASES)
+def test_a_prefix_lies_in_the_slots(family: str) -> None:
+    model = network(family, "sdpa")
+    model.add_prefix_encoder(5, prefix_projection=True)
+    model.eval()
+    ids, real = prompts(family, 6, 8)
+    decoder = Decoder(model, "static")
+    assert decoder.generate(ids, real, 9, [63], PAD).tolist() == plain(model, ids, real, [63], 9).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_without_a_cache(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network(family, "sdpa")
+    ids, real = prompts(family, 9, 5)
+    seen: list[Tensor] = []
+    take = Step.take
+
+    def noting(self: Step, logits: Tensor) -> None:
+        seen.append(logits.clone())
+        take(self, logits)
+
+    monkeypatch.setattr(Step, "take", noting)
+    new = Decoder(model, "static").generate(ids, real, 6, [63], PAD)
+    for row, length in enumerate((9, 5)):
+        whole = torch.cat((ids[row, 9 - length :], new[row]))[None]
+        with torch.no_grad():
+            exact = model(input_ids=whole, use_cache=False).logits[0, length - 1 : -1]
+        found = torch.stack([logits[row] for logits in seen])
+        assert (found - exact[: len(found)]).abs().max() <= 1e-5
+
+
+def test_reader_gets_each_step_and_can_end_it() -> None:
+    model = network("chatglm3", "sdpa")
+    ids, real = prompts("chatglm3", 6, 4)
+    decoder = Decoder(model, "static")
+    got: list[list[int]] = []
+
+    def reader(tokens: list[int]) -> bool:
+        got.append(tokens)
+        return len(got) == 4
+
+    found = decoder.generate(ids, real, 12, [63], PAD, on_tokens=reader)
+    assert [list(column) for column in zip(*found.tolist(), strict=True)] == got
+    assert len(got) == 4
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    ids, real = prompts("chatglm3", 6)
+    with pytest.raises(ValueError, match="6 of the prompt and 12 new ones are 18, and the cache has 17 slots"):
+        Decoder(network("chatglm3", "sdpa"), "static").generate(ids, real, 12, [63], PAD, slots=17)
+    with pytest.raises(ValueError, match="pads stand in front"):
+        Decoder(network("chatglm3", "sdpa"), "static").generate(ids, torch.tensor([[1, 1, 1, 1, 1, 0]]), 4, [63], PAD)
+
+
+def test_warpers_leave_what_those_of_transformers_leave() -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 3
+    expected = logits
+    for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(12), TopPLogitsWarper(0.8)):
+        expected = warper(torch.zeros(5, 1, dtype=torch.int64), expected)
+    choice = Choice(temperature=0.7, top_k=12, top_p=0.8)
+    assert torch.equal(choice.warped(logits), expected)
+
+
+def test_sampled_tokens_are_as_frequent_as_they_are_probable() -> None:
+    torch.manual_seed(0)
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    drawn = Choice(temperature=1.0).of(logits.expand(40_000, 4))
+    found = drawn.bincount(minlength=4) / 40_000
+    assert (found - logits.softmax(0)).abs().max() < 0.01  # four standard deviations of a share of 0.64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_are_compiled_once(family: str) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    graphs = 0
+
+    def counting(module: Any, example: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    model = network(family, "sdpa")
+    ids, real = prompts(family, 6, 4)
+    expected = Decoder(model, "static").generate(ids, real, 5, [63], PAD, slots=16)
+    decoder = Decoder(model, "static")
+    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend=counting)
+    assert decoder.generate(ids, real, 5, [63], PAD, slots=16).tolist() == expected.tolist()
+    assert graphs == 1, "one graph serves both blocks"
+    torch._dynamo.reset()
+
+
+def test_networks_without_a_step_of_their_own_go_the_plain_way() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    assert all(applies(network(family, "sdpa")) for family in FAMILIES)
+    assert not applies(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16)))
