@@ -1,0 +1,81 @@
+"""Two ranks give the logits and tokens of one, for every family: fused and gated layers are split by their parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glmexp.config.errors import ConfigError
+from glmexp.model import tensor_parallel
+from glmexp.model.decoder import Decoder
+from tests.model.samples import network, small_config
+from tests.model.test_decoder import PAD, plain, prompts
+from tests.ranks import run_on_ranks
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chatglm": ("chatglm", {"vocab_size": 65}),
+    "chatglm2": ("chatglm2", {"padded_vocab_size": 65}),
+    "chatglm2 head by head": ("chatglm2", {"multi_query_attention": False}),
+    "chatglm3 with biases": ("chatglm3", {"add_bias_linear": True}),
+    "qwen2": ("qwen2", {}),
+}
+
+
+def build(case: str, prefix: bool) -> tuple[str, Any]:
+    family, changes = CASES[case]
+    model = network(family, "sdpa", **changes)
+    if prefix:
+        model.add_prefix_encoder(3, prefix_projection=False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return family, model.eval()
+
+
+def shared_out() -> list[tuple[str, float, bool, bool, int]]:
+    """On each rank and for each case: error of the logits; plain and decoder's tokens equal; parameters left."""
+    import torch.distributed as dist
+
+    found = []
+    for case in CASES:
+        for prefix in (False, True) if case != "qwen2" else (False,):
+            family, whole = build(case, prefix)
+            ids, real = prompts(family, 9, 5)
+            with torch.no_grad():
+                exact = whole(input_ids=ids, attention_mask=real).logits
+            tokens = plain(whole, ids, real, [63])
+            own = tensor_parallel.share_out(whole, family, dist.get_rank(), dist.get_world_size())
+            with torch.no_grad():
+                logits = own(input_ids=ids, attention_mask=real).logits
+            one_way = plain(own, ids, real, [63]).equal(tokens)
+            other = Decoder(own, "static").generate(ids, real, 12, [63], PAD).equal(tokens)
+            error = (logits - exact)[real.bool()].abs().max().item()
+            found.append((f"{case} {prefix}", error, one_way, other, sum(p.numel() for p in own.parameters())))
+    return found
+
+
+def test_two_ranks_are_one(tmp_path: Path) -> None:
+    first, second = run_on_ranks(shared_out, folder=tmp_path)
+    assert len(first) == 9
+    for found in (*first, *second):
+        case, error, one_way, other, _ = found
+        assert error <= 1e-5, case
+        assert one_way and other, case
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ranks_that_do_not_divide_the_groups_are_refused_with_the_numbers(ranks: int) -> None:
+    config = small_config("chatglm3")
+    with pytest.raises(ConfigError) as caught:
+        tensor_parallel.check(config, ranks)
+    assert f"{ranks} ranks do not divide the 2 key/value heads" in str(caught.value)
+    assert "ranks that do: 1, 2" in str(caught.value)
+
+
+def test_a_share_is_a_share_of_each_section() -> None:
+    rows = torch.arange(12)
+    assert tensor_parallel.shares(rows, (8, 2, 2), 0, 2).tolist() == [0, 1, 2, 3, 8, 10]
+    assert tensor_parallel.shares(rows, (8, 2, 2), 1, 2).tolist() == [4, 5, 6, 7, 9, 11]
