@@ -11,7 +11,7 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 
-from glmexp.config import ds_file, hydra_tree, inherit, rules, sweep
+from glmexp.config import ds_file, hydra_tree, inference_rules, inherit, rules, sweep
 from glmexp.config.arguments import Arguments, Given, parse, understand
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Groups, Origin, Tree
@@ -46,7 +46,7 @@ class Machine:
 
         ``request`` writes those of one machine into launcher.nproc, the one place to read them.
         """
-        alone = config.launcher.name == "inprocess"
+        alone = config.launcher.name == "inprocess" or inference_rules.one_rank(config)
         slots = 1 if config.launcher.name == "slurm" else config.launcher.slots or 1
         gpus = self.gpus_of(config) // slots
         each = config.launcher.nproc or (1 if alone else gpus) or 1

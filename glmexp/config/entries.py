@@ -14,7 +14,7 @@ SMOKE_STEPS = 8
 TRAINS = (*GOES_ON, "smoke")
 """Entries that train what the configuration says, step by step, and leave an artifact."""
 
-SERVES = ("evaluate", "generate")
+SERVES = ("evaluate", "generate", "bench")
 """Entries that ask a base or what was trained, in ``precision.dtype``: an artifact brings its own, and another may be
 chosen."""
 

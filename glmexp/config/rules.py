@@ -8,7 +8,16 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config import data_rules, ds_rules, export_rules, launch_rules, model_rules, sweep, trainer_rules
+from glmexp.config import (
+    data_rules,
+    ds_rules,
+    export_rules,
+    inference_rules,
+    launch_rules,
+    model_rules,
+    sweep,
+    trainer_rules,
+)
 from glmexp.config.entries import GOES_ON, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
@@ -75,6 +84,7 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
         artifact=dataclasses.replace(config.artifact, path=_whole(config.artifact.path)),
         model=dataclasses.replace(config.model, path=_whole_if_there(config.model.path)),
         offload=dataclasses.replace(config.offload, nvme_path=_whole(config.offload.nvme_path)),
+        placement=dataclasses.replace(config.placement, disk_folder=_whole(config.placement.disk_folder)),
         deepspeed=dataclasses.replace(config.deepspeed, config_file=_whole(config.deepspeed.config_file)),
     )
 
@@ -383,5 +393,6 @@ RULES: tuple[Rule, ...] = (
     _run,
     _entry,
     export_rules.check,
+    inference_rules.check,
     trainer_rules.check,
 )

@@ -23,6 +23,7 @@ from glmexp.config.entries import (
     SmokeSection,
     TrainerSection,
 )
+from glmexp.config.inference_schema import BenchSection, DecodingSection, PlacementSection
 from glmexp.config.launch_schema import LauncherSection, SlurmSection
 
 Family = Literal["chatglm", "chatglm2", "chatglm3", "qwen2"]
@@ -385,9 +386,9 @@ class SweepSection:
 class EntrySection:
     """What the run does."""
 
-    name: Literal["train", "trainer", "evaluate", "export", "inspect", "doctor", "smoke"]
+    name: Literal["train", "trainer", "evaluate", "export", "bench", "inspect", "doctor", "smoke"]
     """train; trainer: the same through transformers' Trainer; evaluate: hooks on an artifact or base; export: a whole
-    model; inspect: show data; doctor; smoke: a short run of this configuration, judged."""
+    model; bench: speed of answers; inspect: show data; doctor; smoke: a short run of this configuration, judged."""
 
 
 @dataclass
@@ -432,6 +433,9 @@ class RunConfig:
     smoke: SmokeSection
     gather: GatherSection
     eval: EvalSection
+    placement: PlacementSection
+    decoding: DecodingSection
+    bench: BenchSection
     tracker: Any
     launcher: LauncherSection
     sweep: SweepSection

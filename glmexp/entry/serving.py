@@ -14,10 +14,12 @@ from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.schema import ModelSection, RunConfig
 from glmexp.engine import distributed
 from glmexp.engine.build import DTYPES
-from glmexp.entry import artifact, sources
+from glmexp.entry import artifact, placement, sources
 from glmexp.entry.console import relative
 from glmexp.entry.sources import Source
+from glmexp.model import tensor_parallel
 from glmexp.model.build import announce_code, load_network, load_tokenizer
+from glmexp.model.decoder import Decoder
 from glmexp.model.renderer import Renderer, renderer
 
 
@@ -84,11 +86,29 @@ class Served:
     model: Any
     """Has ``generate``; on its device or devices, in evaluation mode."""
     dtype: torch.dtype
+    placement: str
+    decoder: Decoder | None
+    """Writes tokens on a GPU; None: ``generate`` of transformers does."""
 
     @property
     def template(self) -> Renderer:
         """Chat template and tokenizer."""
         return self.subject.template
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Of a P-Tuning prefix that lies in the decoder's cache."""
+        return getattr(self.model.config, "pre_seq_len", None) or 0
+
+    @property
+    def kv_bytes_a_token(self) -> int:
+        """Keys and values of one token on one rank."""
+        config: Any = self.model.config
+        _, groups = tensor_parallel.heads_of(config)
+        width = getattr(config, "head_size", None) or getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        shared = distributed.world_size() if self.placement == "tensor_parallel" else 1
+        return 2 * config.num_hidden_layers * (groups // shared) * width * self.dtype.itemsize
 
     @property
     def device(self) -> torch.device:
@@ -105,6 +125,7 @@ class Served:
 
 
 def load(subject: Subject, config: RunConfig) -> Served:
-    """The model where it is to answer, in ``precision.dtype``, which an artifact brings along."""
+    """The model where it is to answer, in ``precision.dtype``, which an artifact brings along. Collective."""
     dtype = DTYPES[config.precision.dtype]
-    return Served(subject, subject.network(dtype).to(distributed.device()), dtype)
+    model = placement.place(subject.network(dtype), subject.section.family, config.placement, config.decoding)
+    return Served(subject, model, dtype, config.placement.name, placement.decoder(model, config.decoding))

@@ -140,10 +140,10 @@ def register_networks() -> None:
     """Make AutoModel and its kin find our networks, and all networks the attention kinds varlen and slots."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    from glmexp.model import slots, varlen
     from glmexp.model.chatglm import ChatGLMForConditionalGeneration
     from glmexp.model.chatglm2 import ChatGLM2ForConditionalGeneration
     from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
-    from glmexp.model import slots, varlen
 
     varlen.register()
     slots.register()

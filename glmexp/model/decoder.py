@@ -42,9 +42,17 @@ class Choice:
     """None: greedy."""
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float | None = None
+    """Logits of tokens that are there already, in the prompt too, are divided by it, negative ones multiplied."""
 
-    def of(self, logits: Tensor) -> Tensor:
-        """Tokens (batch,) for ``logits`` (batch, vocabulary). Without a wait for the host, as torch.multinomial has."""
+    def of(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Tokens (batch,) for ``logits`` (batch, vocabulary). Without a wait for the host, as torch.multinomial has.
+
+        ``seen`` (batch, vocabulary): True for tokens that are there; read with a repetition penalty.
+        """
+        if self.repetition_penalty is not None and seen is not None:
+            penalty = self.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self.temperature is None:
             return logits.argmax(dim=-1)
         probabilities = self.warped(logits).softmax(dim=-1)
@@ -131,7 +139,8 @@ class Decoder:
             self.step = None  # its memory is given back before the next one takes its own
             self.step = Step(self.network, self.run_layer, *key)
         logits, start, each = self._prompt(input_ids, attention_mask, prefix, lengths)
-        self.step.begin(logits, start, each)
+        shown = input_ids if attention_mask is None else input_ids.where(attention_mask.ne(0), input_ids[:, -1:])
+        self.step.begin(shown, logits, start, each)
         if self.way != "static" and self.step.graph is None and max_new_tokens > 1:
             self.step.record()
         return self._write(self.step, max_new_tokens, on_tokens)
@@ -230,10 +239,18 @@ class Step:
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.stops = torch.tensor(stop_ids, dtype=torch.int64, device=device)
         self.position = self.growth = self.token
+        self.seen: Tensor | None = None
+        self.logits: Tensor | None = None
+        """Of the last step, (batch, vocabulary)."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def begin(self, logits: Tensor, start: Tensor, growth: Tensor) -> None:
-        """A new generation: the first token comes from the prompt's ``logits`` (batch, vocabulary)."""
+    def begin(self, shown: Tensor, logits: Tensor, start: Tensor, growth: Tensor) -> None:
+        """A new generation: the first token comes from the prompt's ``logits`` (batch, vocabulary). ``shown``: ids of
+        the prompt (batch, length)."""
+        if self.choice.repetition_penalty is not None:
+            if self.seen is None:
+                self.seen = torch.zeros_like(logits, dtype=torch.bool)
+            self.seen.zero_().scatter_(1, shown, True)
         if self.position.shape != start.shape or self.position is self.token:
             self.position, self.growth = start.clone(), growth.clone()
         else:
@@ -247,7 +264,9 @@ class Step:
 
     def take(self, logits: Tensor) -> None:
         """Choose a token a row, write it down, note which rows have ended."""
-        token = torch.where(self.ended, self.pad_id, self.choice.of(logits))
+        token = torch.where(self.ended, self.pad_id, self.choice.of(logits, self.seen))
+        if self.seen is not None:
+            self.seen.scatter_(1, token[:, None], True)
         self.written.index_copy_(1, self.at, token[:, None])
         self.at.add_(1)
         self.counts.add_(~self.ended)
@@ -264,7 +283,8 @@ class Step:
             past_key_values=self.cache.layers[0],
             use_cache=True,
         )
-        self.take(output.logits[:, -1])
+        self.logits = output.logits[:, -1]
+        self.take(self.logits)
         self.position.add_(self.growth)
         for filled in self.cache.filled:
             filled.advance()
@@ -280,6 +300,7 @@ class Step:
         """Warm up, then record ``run`` as a CUDA graph. What warming up wrote is taken back or written over."""
         state = [self.token, self.ended, self.counts, self.written, self.at, self.position]
         state += [tensor for filled in self.cache.filled for tensor in (filled.place, filled.used, filled.visible)]
+        state += [self.seen] if self.seen is not None else []
         kept = [tensor.clone() for tensor in state]
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -303,7 +324,7 @@ class Step:
         layers = _layers(network)
         attentions = [module for module in network.modules() if hasattr(module, "layer_idx")]
         numbers, kind = [module.layer_idx for module in attentions], network.config._attn_implementation
-        transformer = getattr(network, "transformer", None)
+        transformer: Any = getattr(network, "transformer", None)
         encoder = getattr(transformer, "prefix_encoder", None)
         plain = list(layers)
         try:

@@ -150,7 +150,8 @@ def keys_and_values(cache: Cache) -> list[tuple[Tensor, Tensor]]:
     found = []
     for layer in cache.layers:
         key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        assert isinstance(key, Tensor) and isinstance(value, Tensor), "a prompt leaves keys and values in every layer"
+        assert isinstance(key, Tensor), "a prompt leaves keys in every layer"
+        assert isinstance(value, Tensor), "and values"
         found.append((key, value))
     return found
 
@@ -180,7 +181,8 @@ def slots_attention(
     On a GPU flash attention for one query (Dao 2023, flash decoding) reads the used slots only. Elsewhere the heads of
     a group are the queries of one attention, so that nothing is repeated.
     """
-    assert filled is not None and attention_mask is None and query.shape[2] == 1, "slots are for decoding steps"
+    assert filled is not None, "a step says which slots are filled"
+    assert attention_mask is None and query.shape[2] == 1, "slots are for one token a row"  # noqa: PT018
     batch, heads, _, head_size = query.shape
     slots, groups = key.shape[1:3]
     if has_kernel(query):

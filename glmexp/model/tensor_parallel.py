@@ -80,6 +80,7 @@ def cuts(family: Family, config: Any) -> tuple[Cut, ...]:
             Cut("down_proj", None),
         )
     size = config.head_size
+    fused: tuple[int, ...]
     if family == "chatglm" or not config.multi_query_attention:
         fused, gated = (3 * heads * size,), family != "chatglm"  # head by head its q, k and v
     else:
@@ -90,6 +91,11 @@ def cuts(family: Family, config: Any) -> tuple[Cut, ...]:
         Cut("dense_h_to_4h", (inner, inner) if gated else (inner,)),
         Cut("dense_4h_to_h", None),
     )
+
+
+def _frozen(part: Tensor) -> nn.Parameter:
+    """A copy of its own: a view would keep the whole tensor in memory."""
+    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 def shares(rows: Tensor, sections: tuple[int, ...], rank: int, ranks: int) -> Tensor:
@@ -128,15 +134,17 @@ class RowParallel(nn.Module):
 class OutputParallel(nn.Module):
     """The output layer: each rank makes the logits of a part of the vocabulary, and gets those of all."""
 
+    weight: nn.Parameter
+
     def __init__(self, whole: nn.Linear, rank: int, ranks: int) -> None:
         super().__init__()
         assert whole.bias is None, "output layers have no bias"
-        self.rows = whole.weight.shape[0]
+        self.rows: int = whole.weight.shape[0]
         part = -(-self.rows // ranks)
         own = whole.weight[rank * part : (rank + 1) * part]
         padded = torch.zeros(part, whole.weight.shape[1], dtype=own.dtype, device=own.device)
         padded[: len(own)] = own
-        self.weight = nn.Parameter(padded, requires_grad=False)
+        self.weight = _frozen(padded)
 
     def forward(self, states: Tensor) -> Tensor:
         """``states`` (batch, length, hidden) to (batch, length, vocabulary)."""
@@ -157,11 +165,6 @@ class SharedPrefix(nn.Module):
     def forward(self, slots: Tensor, batch: int) -> Tensor:
         """As ``PrefixEncoder``: (2 * layers, batch, share of groups, virtual tokens, head_size)."""
         return self.whole(slots, batch).chunk(self.ranks, dim=2)[self.rank]
-
-
-def _frozen(part: Tensor) -> nn.Parameter:
-    """A copy of its own: a view would keep the whole tensor in memory."""
-    return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 def share_out(network: Any, family: Family, rank: int, ranks: int) -> Any:

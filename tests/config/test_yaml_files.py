@@ -18,12 +18,14 @@ EXTRA = {
     ("entry", "export"): ["artifact.path={folder}"],
     ("entry", "doctor"): ["doctor.explain=zero.stage"],
     ("offload", "all"): ["zero=stage3"],
+    ("placement", "layers"): ["entry=evaluate"],
+    ("placement", "tensor_parallel"): ["entry=evaluate", "launcher.nproc=2"],
     ("offload", "nvme"): ["zero=stage3", "offload.nvme_path={folder}"],
     ("precision", "fp16"): [],
     ("sweep", "search"): ["method.rank=2,4"],
 }
 STUDIES = "experiments"
-COUNT = 61
+COUNT = 65
 COUNT_OF_STUDIES = 1
 
 
@@ -48,7 +50,7 @@ def test_options_of_a_group_set_the_same_keys() -> None:
     """Values-only groups: no option leaves a key to chance."""
     import yaml
 
-    for group in ("zero", "offload", "precision", "launcher", "gather", "entry", "sweep"):
+    for group in ("zero", "offload", "precision", "launcher", "gather", "entry", "placement", "sweep"):
         keys = {
             frozenset(yaml.safe_load(path.read_text(encoding="utf-8")))
             for path in (conf_folder() / group).glob("*.yaml")

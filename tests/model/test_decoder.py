@@ -27,10 +27,16 @@ def prompts(family: str, *lengths: int) -> tuple[Tensor, Tensor]:
     return ids, real
 
 
-def plain(model: Any, ids: Tensor, real: Tensor, stops: list[int], most: int = 12) -> Tensor:
+def plain(model: Any, ids: Tensor, real: Tensor, stops: list[int], most: int = 12, **more: Any) -> Tensor:
     with torch.no_grad():
         whole = model.generate(
-            input_ids=ids, attention_mask=real, max_new_tokens=most, do_sample=False, eos_token_id=stops, pad_token_id=PAD
+            input_ids=ids,
+            attention_mask=real,
+            max_new_tokens=most,
+            do_sample=False,
+            eos_token_id=stops,
+            pad_token_id=PAD,
+            **more,
         )
     return whole[:, ids.shape[1] :]
 
@@ -48,6 +54,15 @@ def test_tokens_are_those_of_generate(family: str, lengths: tuple[int, ...]) -> 
         found = decoder.generate(ids, real, 12, stops, PAD, slots=40)
         assert found.tolist() == expected.tolist()
     assert plain(model, ids, real, stops).tolist() == expected.tolist(), "the network is as it was"
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    model = network("chatglm3", "sdpa")
+    ids, real = prompts("chatglm3", 9, 4)
+    expected = plain(model, ids, real, [63], repetition_penalty=1.8)
+    found = Decoder(model, "static").generate(ids, real, 12, [63], PAD, Choice(repetition_penalty=1.8))
+    assert found.tolist() == expected.tolist()
+    assert expected.tolist() != plain(model, ids, real, [63]).tolist(), "the penalty says something"
 
 
 @pytest.mark.parametrize("family", RELEASES)

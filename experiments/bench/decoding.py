@@ -1,0 +1,261 @@
+"""What each way of decoding costs and how exact it is; what a sum over ranks costs inside of a CUDA graph.
+
+    python experiments/bench/decoding.py --part ways [--batch 1 16] [--prompt 128] [--ways plain graph compiled tuned]
+    python experiments/bench/decoding.py --part error
+    torchrun --nproc-per-node 2 experiments/bench/decoding.py --part ways        (tensor parallel)
+    torchrun --nproc-per-node 2 experiments/bench/decoding.py --part sums
+
+One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; seconds of the first generation
+(compiling and recording), then the median TPOT of five generations of 64 tokens, the share of the bandwidth that a
+device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
+coordinate_descent_tuning. ``error``: two layers of each family's true widths; the largest error of the logits of a
+decoding step against the same weights in float32, relative to those of transformers' generate in bf16 (1.2 is
+allowed). ``sums``: 56 sums of a token's hidden states, NCCL's and the one-shot kernel of symmetric memory.
+``--small``: narrow layers on the CPU, for a rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glmexp.entry.measure import Asked, copy_rate, ours, synchronize, transformers_generate, weights_read
+from glmexp.model import tensor_parallel
+from glmexp.model.auto import register_networks
+from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
+from glmexp.model.decoder import Decoder, Way
+from glmexp.model.random_init import build
+
+WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
+    "static": ("static", None),
+    "graph": ("graph", None),
+    "compiled": ("compiled", None),
+    "tuned": ("compiled", {"coordinate_descent_tuning": True}),
+}
+NEW = 64
+STOP, PAD = [1], 0
+GMASK, SOP = 130001, 130004
+
+
+def main() -> None:
+    """One part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=["ways", "error", "sums"], required=True)
+    parser.add_argument("--ways", nargs="*", default=["plain", "graph", "compiled", "tuned"])
+    parser.add_argument("--batch", nargs="*", type=int, default=[1])
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    register_networks()
+    {"ways": ways, "error": error, "sums": sums}[args.part](args)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def say(**values: Any) -> None:
+    """One JSON line from rank 0."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(values), flush=True)
+
+
+def place() -> torch.device:
+    """This rank's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def chatglm3(layers: int, small: bool) -> Any:
+    """Its true sizes, or narrow ones."""
+    if small:
+        sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "kv_channels": 16, "ffn_hidden_size": 96}
+        return ChatGLM2Config(num_layers=2, padded_vocab_size=512, release="chatglm3", **sizes)
+    return ChatGLM2Config(num_layers=layers, release="chatglm3")
+
+
+def ways(args: argparse.Namespace) -> None:
+    """TPOT of each way at each batch size."""
+    dtype = torch.float32 if args.small else torch.bfloat16
+    network: Any = build(chatglm3(28, args.small), dtype, "sdpa", 0).to(place()).eval()
+    if dist.is_initialized():
+        tensor_parallel.share_out(network, "chatglm3", dist.get_rank(), dist.get_world_size())
+    rate, read = copy_rate(place()), weights_read(network)
+    say(copy_tb_per_s=rate / 1e12, weight_gb=read / 1e9, ranks=dist.get_world_size() if dist.is_initialized() else 1)
+    for batch in args.batch:
+        chance = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, 500, (batch, args.prompt), generator=chance).to(place())
+        for name in args.ways:
+            try:
+                one_way(network, name, Asked(ids, NEW, args.prompt + NEW, STOP, PAD), rate, read)
+            except Exception as error:  # noqa: BLE001 - the other ways are still worth their numbers
+                say(way=name, batch=batch, failed=f"{type(error).__name__}: {error}"[:600])
+
+
+def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> None:
+    """First generation, five more, kernels of a step."""
+    decoder = None if name == "plain" else Decoder(network, *WAYS[name])
+    side = transformers_generate(network) if decoder is None else ours(decoder)
+    began = time.perf_counter()
+    side(asked)
+    synchronize()
+    first = time.perf_counter() - began
+    runs = sorted(side(asked).token_s for _ in range(5))
+    say(
+        way=name, batch=asked.ids.shape[0], first_s=round(first, 1), tpot_ms=round(1e3 * runs[2], 3),
+        least=round(1e3 * runs[0], 3), most=round(1e3 * runs[-1], 3), of_bandwidth=round(read / runs[2] / rate, 3),
+    )  # fmt: skip
+    if decoder is not None and decoder.step is not None and decoder.step.graph is not None:
+        kernels(decoder.step.replay, name)
+
+
+def kernels(step: Callable[[], None], name: str) -> None:
+    """Kernels of one step by time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+        synchronize()
+    rows = sorted(found.key_averages(), key=lambda row: -row.device_time_total)
+    say(
+        way=name, kernels=sum(row.count for row in rows), busy_ms=round(sum(r.device_time_total for r in rows) / 1e3, 3)
+    )
+    for row in rows[:14]:
+        say(us=round(row.device_time_total, 1), count=row.count, kernel=row.key[:110])
+
+
+def error(args: argparse.Namespace) -> None:
+    """Error of one decoding step in bf16, relative to the plain way's."""
+    from transformers import Qwen2Config
+
+    two = {"num_layers": 2}
+    narrow = {"hidden_size": 64, "num_attention_heads": 4, "num_layers": 2}
+    configs = {
+        "chatglm3": chatglm3(2, args.small),
+        "chatglm": ChatGLMConfig(
+            **(narrow | {"inner_hidden_size": 96, "vocab_size": 130528} if args.small else two),
+            bos_token_id=SOP, gmask_token_id=GMASK, mask_token_id=130000, eos_token_id=130005, pad_token_id=3,
+        ),
+        "qwen2": Qwen2Config(
+            hidden_size=64 if args.small else 3584, intermediate_size=96 if args.small else 18944,
+            num_attention_heads=4 if args.small else 28, num_key_value_heads=2 if args.small else 4,
+            num_hidden_layers=2, vocab_size=512 if args.small else 152064, max_position_embeddings=4096,
+        ),
+    }  # fmt: skip
+    for family, config in configs.items():
+        exact: Any = build(config, torch.float32, "sdpa", 0).to(place()).eval()
+        network: Any = build(config, torch.bfloat16, "sdpa", 0).to(place()).eval()
+        exact.load_state_dict({name: tensor.float() for name, tensor in network.state_dict().items()})
+        ids, real = padded(family, 8, args.prompt)
+        plain = step_logits(network, ids, real, None)
+        for name in ("static", *([] if args.small else ["graph", "compiled"])):
+            decoder = Decoder(network, *WAYS[name])
+            found = step_logits(network, ids, real, decoder)
+            same = (found[1] == plain[1]).flatten()
+            whole, mask = torch.cat((ids, plain[1]), dim=1), torch.cat((real, torch.ones_like(plain[1])), dim=1)
+            with torch.no_grad():
+                truth = exact(input_ids=whole, attention_mask=mask, use_cache=False).logits[:, -1]
+            off, allowed = ((one[0].float() - truth)[same].abs().max().item() for one in (found, plain))
+            say(family=family, way=name, error=off, plain=allowed, ratio=round(off / allowed, 3), rows=int(same.sum()))
+
+
+def padded(family: str, batch: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Prompts of several lengths, pads in front."""
+    chance = torch.Generator().manual_seed(0)
+    ids, real = torch.randint(3, 500, (batch, longest), generator=chance), torch.ones(batch, longest, dtype=torch.int64)
+    for row in range(batch):
+        real[row, : row * longest // (2 * batch)] = 0
+    if family == "chatglm":
+        ids[:, -2:] = torch.tensor([GMASK, SOP])
+    return ids.to(place()), real.to(place())
+
+
+def step_logits(network: Any, ids: Tensor, real: Tensor, decoder: Decoder | None) -> tuple[Tensor, Tensor]:
+    """Logits (batch, vocabulary) of the second token, and the first one (batch, 1)."""
+    if decoder is not None:
+        new = decoder.generate(ids, real, 2, STOP, PAD)
+        assert decoder.step is not None
+        assert decoder.step.logits is not None
+        return decoder.step.logits.clone(), new[:, :1]
+    with torch.no_grad():
+        out = network.generate(
+            input_ids=ids, attention_mask=real, max_new_tokens=2, min_new_tokens=2, do_sample=False, pad_token_id=PAD,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+    return out.logits[1], out.sequences[:, ids.shape[1] : ids.shape[1] + 1]
+
+
+def sums(args: argparse.Namespace) -> None:
+    """56 sums over the ranks of one token's hidden states, in one CUDA graph."""
+    dtype = torch.bfloat16
+    for rows in (1, 16, 64):
+        part = torch.ones(rows, 1, 4096, dtype=dtype, device=place())
+
+        def nccl(part: Tensor = part) -> Tensor:
+            total = part.clone()
+            dist.all_reduce(total)
+            return total
+
+        for name, one in (("nccl", nccl), ("one_shot", one_shot(part))):
+            try:
+                say(sum=name, rows=rows, us_each=round(timed(one, 56), 2))
+            except Exception as error:  # noqa: BLE001 - what this machine does not offer
+                say(sum=name, rows=rows, failed=f"{type(error).__name__}: {error}"[:600])
+
+
+def one_shot(part: Tensor) -> Callable[[], Tensor]:
+    """The sum by torch's symmetric memory, without NVLink multicast."""
+    ready: list[Tensor] = []
+
+    def run() -> Tensor:
+        import torch.distributed._symmetric_memory as symmetric
+
+        group = dist.group.WORLD
+        assert group is not None
+        if not ready:
+            ready.append(symmetric.empty(part.numel(), dtype=part.dtype, device=part.device))
+            symmetric.rendezvous(ready[0], group)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(ready[0], part.flatten(), "sum", group.group_name)
+
+    return run
+
+
+def timed(one: Callable[[], Any], count: int) -> float:
+    """Microseconds of one call among ``count`` in a graph."""
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        one()
+        return 1e6 * (time.perf_counter() - began)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        one()
+    synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            one()
+    times = []
+    for _ in range(20):
+        synchronize()
+        began = time.perf_counter()
+        graph.replay()
+        synchronize()
+        times.append(time.perf_counter() - began)
+    return 1e6 * sorted(times)[len(times) // 2] / count
+
+
+if __name__ == "__main__":
+    main()
