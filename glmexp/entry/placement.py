@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.inference_schema import DecodingSection, PlacementSection
@@ -29,7 +30,7 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
         fast = decoding.way != "plain" if decoding.way is not None else torch.cuda.is_available()
         return (merged(network) if fast else network).to(distributed.device()).eval()
     plain = merged(network)
-    if not hasattr(plain, "_no_split_modules"):
+    if not isinstance(plain, PreTrainedModel):
         raise ConfigError(
             Problem("placement.name", f"{section.name} has no place for a prefix of PEFT", "placement=single")
         )

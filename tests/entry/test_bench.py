@@ -1,0 +1,58 @@
+"""entry=bench: what it measures is what was generated, and its report holds all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from glmexp.entry.measure import Cell, Run, answer_lengths, copy_rate, weights_read
+from tests.cli import glmexp, metrics, runs
+from tests.model.samples import network
+
+
+def test_answers_end_with_their_end_token() -> None:
+    new = torch.tensor([[5, 6, 2, 0, 0], [5, 5, 5, 5, 5], [2, 0, 0, 0, 0]])
+    assert answer_lengths(new, [2]) == [3, 5, 1]
+
+
+def test_time_of_a_token_leaves_out_the_first_and_the_limit() -> None:
+    run = Run(first_s=0.5, whole_s=2.5, steps=5, tokens=9, cache_bytes=0)
+    assert run.token_s == 0.5
+    assert run.tokens_per_s == 9 / 2.5
+    cell = Cell("static", 2, 8, [run, Run(0.1, 1.1, 6, 12, 0), Run(0.3, 1.5, 4, 8, 0), Run(0.2, 1.4, 4, 8, 0)])
+    assert cell.spread("first_s") == (0.25, 0.1, 0.5)
+
+
+def test_weights_of_a_step_are_all_but_the_embedding_unless_it_is_the_output_too() -> None:
+    model = network("chatglm3", "sdpa")
+    every = sum(parameter.numel() for parameter in model.parameters())
+    assert weights_read(model) == 4 * (every - model.get_input_embeddings().weight.numel())
+    tied = network("chatglm", "sdpa")
+    assert weights_read(tied) == 4 * sum(parameter.numel() for parameter in tied.parameters())
+    assert copy_rate(torch.device("cpu")) > 1e8
+
+
+def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Path) -> None:
+    done = glmexp(
+        "entry=bench", "placement=tensor_parallel", "launcher.nproc=2", "precision=fp32", "decoding.way=static",
+        "bench.plain=true", "bench.prompt_lengths=[12,20]", "bench.batch_sizes=[3]", "bench.new_tokens=4",
+        "bench.runs=2", "bench.warm_up=1", "tracker=none", folder=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = runs(tmp_path)
+    report = json.loads((run / "bench.json").read_text())
+    assert report["ranks"] == 2
+    cells = report["cells"]
+    assert [(cell["batch"], cell["prompt"], cell["side"]) for cell in cells] == [
+        (batch, prompt, side) for batch in (3,) for prompt in (12, 20) for side in ("static", "transformers")
+    ]
+    for cell in cells:
+        assert cell["kv_bytes_formula"] == cell["kv_bytes_measured"], cell
+        assert 0 < cell["ttft_s_min"] <= cell["ttft_s"] <= cell["ttft_s_max"]
+        assert cell["batch"] <= cell["generated_tokens"] <= 4 * cell["batch"]
+    # One layer's keys and values of 1 of 2 groups: 4 layers x 1 group x 32 x 4 bytes, both.
+    assert cells[0]["kv_bytes_measured"] == 3 * 2 * 4 * 32 * 4 * (20 + 4)
+    assert len(metrics(run)) == len(cells)
+    assert "of bandwidth" in done.stdout
