@@ -28,7 +28,8 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
     """
     if section.name == "single":
         fast = decoding.way != "plain" if decoding.way is not None else torch.cuda.is_available()
-        return (merged(network) if fast else network).to(distributed.device()).eval()
+        whole: Any = merged(network) if fast else network
+        return whole.to(distributed.device()).eval()
     plain = merged(network)
     if not isinstance(plain, PreTrainedModel):
         raise ConfigError(
@@ -37,7 +38,8 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
     if section.name == "layers":
         return over_devices(plain, section).eval()
     tensor_parallel.share_out(plain, family, distributed.rank(), distributed.world_size())
-    return plain.to(distributed.device()).eval()
+    shared: Any = plain
+    return shared.to(distributed.device()).eval()
 
 
 def merged(network: Any) -> Any:

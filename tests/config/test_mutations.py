@@ -308,6 +308,9 @@ TREES, PER_TREE = 10, 10
 OFFLOADS = ("none", "none", "optimizer", "all", "none", "optimizer", "none", "nvme", "none", "none")
 """Beside the stages 0, 1, 2, 3, 0, ...: an offload that the stage can do."""
 
+PLACEMENTS = {"evaluate": "tensor_parallel", "bench": "layers"}
+"""Of entries that ask a model; layers have one rank."""
+
 
 def _words(number: int) -> tuple[str, ...]:
     """The ``number``-th option of every group, made to fit one another."""
@@ -318,6 +321,9 @@ def _words(number: int) -> tuple[str, ...]:
         chosen["gather"] = "trainable"
     if chosen["entry"] == "evaluate" and chosen["eval"] == "none":
         chosen["eval"] = "loss"
+    if chosen["entry"] == "export" and chosen["method"] == "ptuning":
+        chosen["method"] = "lora"
+    chosen["placement"] = PLACEMENTS.get(chosen["entry"], "single")
     return tuple(f"{group}={option}" for group, option in chosen.items())
 
 
@@ -335,7 +341,7 @@ def test_no_valid_configuration_from_every_group_is_refused(here: Lab, tmp_path:
             if "zero=stage0" in words:
                 drawn.pop("zero.reduce_bucket_size", None)
                 drawn.pop("zero.overlap_comm", None)
-            ranks = 1 if "launcher=inprocess" in words else 2
+            ranks = 1 if {"launcher=inprocess", "placement=layers"} & set(words) else 2
             report = tree.report({"data.train_file": rows, **extra, **drawn}, ranks=ranks)
             assert report == "", f"{words} {drawn}"
     for group in GROUPS:
