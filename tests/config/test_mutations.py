@@ -323,6 +323,8 @@ def _words(number: int) -> tuple[str, ...]:
         chosen["eval"] = "loss"
     if chosen["entry"] == "export" and chosen["method"] == "ptuning":
         chosen["method"] = "lora"
+    if chosen["launcher"] == "slurm" and chosen["precision"] == "fp16":  # a job that asks for no GPU
+        chosen["precision"] = "fp32"
     chosen["placement"] = PLACEMENTS.get(chosen["entry"], "single")
     return tuple(f"{group}={option}" for group, option in chosen.items())
 
