@@ -1,0 +1,172 @@
+"""Every block of the manual is executed: commands are composed and checked, some are run, files are written.
+
+One folder and one order for all pages, as a reader would go through them; the faults of all pages are told at once.
+What each fence asks for is said in ``blocks.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli import environment
+from tests.manual.blocks import CODE, COMMANDS, ROOT, SHELL, Block, blocks, pages, skipped, spans
+from tests.manual.commands import commands, fault, syntax
+
+ALPACA = [{"instruction": f"第 {n} 盏灯是什么颜色？", "input": "", "output": "红色"} for n in range(200)]
+CMRC = {
+    "version": "v1.0",
+    "data": [
+        {
+            "title": "灯",
+            "paragraphs": [
+                {
+                    "id": "L",
+                    "context": "第一盏灯是红色的，第二盏灯是蓝色的。",
+                    "qas": [
+                        {"id": f"L_{n}", "question": "第一盏灯是什么颜色？", "answers": [{"text": "红色", "answer_start": 6}]}
+                        for n in range(20)
+                    ],
+                }
+            ],
+        }
+    ],
+}
+CHATGLM = ("chatglm-6b", "chatglm2-6b", "chatglm3-6b", "Qwen2-7B-Instruct")
+
+
+def prepare(folder: Path) -> None:
+    """What the manual takes for granted in the reader's folder: rows, folders of released models."""
+    for name in ("rows.json", "eval.json"):
+        (folder / name).write_text(json.dumps(ALPACA, ensure_ascii=False), encoding="utf-8")
+    for name in ("rows.jsonl", "my.jsonl"):
+        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in ALPACA), encoding="utf-8")
+    for name in ("cmrc2018_train.json", "cmrc2018_dev.json"):
+        (folder / name).write_text(json.dumps(CMRC, ensure_ascii=False), encoding="utf-8")
+    chats = [{"conversations": [{"from": "human", "value": "在吗？"}, {"from": "gpt", "value": "在。"}]}] * 20
+    (folder / "chats.json").write_text(json.dumps(chats, ensure_ascii=False), encoding="utf-8")
+    for name in CHATGLM:
+        (folder / "models" / name).mkdir(parents=True)
+
+
+def runs(block: Block, folder: Path) -> str | None:
+    """Run a block as it stands. Returns what it printed where it fails."""
+    words = ["bash", "-euo", "pipefail", "-c"] if block.language in SHELL else [sys.executable, "-c"]
+    env = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [*words, block.text], cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    return None if done.returncode == 0 else f"exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}"
+
+
+def faults(block: Block, folder: Path, known: dict[tuple[str, ...], str | None]) -> Iterator[str]:
+    """What is wrong with a block. known: what was found for the same block on another page."""
+    key = (block.language, *block.words, block.text)
+    if key not in known:
+        known[key] = "\n".join(filter(None, _judged(block, folder)))
+    if known[key]:
+        yield f"{block.place}: {known[key]}"
+
+
+def _judged(block: Block, folder: Path) -> Iterator[str | None]:
+    target = block.asked("file")
+    if block.language not in CODE:
+        return
+    if block.skipped is not None:
+        yield None if len(block.skipped.split()) > 2 else "skip: needs a reason"
+        return
+    if target is not None:
+        (folder / target).parent.mkdir(parents=True, exist_ok=True)
+        (folder / target).write_text(block.text + "\n", encoding="utf-8")
+    if "run" in block.words:
+        yield runs(block, folder)
+    elif block.language in SHELL:
+        yield syntax(block.text)
+        for words in commands(block.text):
+            yield fault(words, int(block.asked("gpu") or 0))
+    elif block.language == "python":
+        compile(block.text, block.place, "exec")
+    elif block.language == "yaml":
+        yaml.safe_load(block.text)
+    elif block.language == "json":
+        json.loads(block.text)
+
+
+def test_every_block_and_every_command_of_the_manual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: pytest.RecordProperty
+) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    known: dict[tuple[str, ...], str | None] = {}
+    wrong: list[str] = []
+    everything = [one for path in pages() for one in blocks(path)]
+    for block in everything:
+        wrong.extend(faults(block, tmp_path, known))
+    for block in (one for path in pages() for one in spans(path)):
+        wrong.extend(faults(block, tmp_path, known))
+    assert wrong == [], "\n".join(wrong)
+    assert sum("run" in block.words for block in everything) >= 3
+    assert len(known) > 80
+
+
+def test_chinese_pages_have_the_commands_of_the_english_ones() -> None:
+    chinese = sorted((ROOT / "docs/zh").glob("*.md"))
+    assert len(chinese) >= 7
+    for path in chinese:
+        english = ROOT / "docs" / path.name
+        here, there = ([b for b in blocks(one) if b.language in CODE] for one in (path, english))
+        assert [(b.language, b.words, b.text) for b in here] == [(b.language, b.words, b.text) for b in there], path.name
+
+
+def test_what_is_not_executed_is_listed_with_its_reason() -> None:
+    page = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert skipped() in page, "run: python -m tests.manual.blocks docs/README.md"
+
+
+def links(path: Path) -> set[Path]:
+    """Files that a page links to. A link to nothing fails here."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S)
+    found = set()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target and not target.startswith("#"):
+            file = (path.parent / target.partition("#")[0]).resolve()
+            assert file.exists(), f"{path.relative_to(ROOT)} links to {target}, which is not there"
+            found.add(file)
+    return found
+
+
+def test_every_page_is_two_clicks_from_the_front_page() -> None:
+    first = links(ROOT / "README.md")
+    second = {file for page in first if page.suffix == ".md" for file in links(page)}
+    lost = [str(path.relative_to(ROOT)) for path in pages()[1:] if path.resolve() not in first | second]
+    assert lost == []
+
+
+def test_anchors_that_pages_link_to_are_there() -> None:
+    def anchors(path: Path) -> set[str]:
+        titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.S), re.M)
+        return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+    for path in pages():
+        for target, anchor in re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if "://" not in target:
+                file = (path.parent / target).resolve() if target else path
+                assert anchor in anchors(file), f"{path.relative_to(ROOT)}: {target}#{anchor}"
+
+
+def test_commands_stand_in_fences() -> None:
+    """An indented block has no place to say that it is run, or why not."""
+    loose = [block.place for path in pages() for block in blocks(path) if not block.fenced]
+    assert loose == [], f"{COMMANDS} in indented blocks"
+
+
+def test_no_page_names_a_place_of_its_writer() -> None:
+    words = ("/root/", "/work/", "/tmp/brief")
+    assert [str(path) for path in pages() for word in words if word in path.read_text(encoding="utf-8")] == []
