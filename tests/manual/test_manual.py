@@ -31,7 +31,11 @@ CMRC = {
                     "id": "L",
                     "context": "第一盏灯是红色的，第二盏灯是蓝色的。",
                     "qas": [
-                        {"id": f"L_{n}", "question": "第一盏灯是什么颜色？", "answers": [{"text": "红色", "answer_start": 6}]}
+                        {
+                            "id": f"L_{n}",
+                            "question": "第一盏灯是什么颜色？",
+                            "answers": [{"text": "红色", "answer_start": 6}],
+                        }
                         for n in range(20)
                     ],
                 }
@@ -48,10 +52,13 @@ def prepare(folder: Path) -> None:
         (folder / name).write_text(json.dumps(ALPACA, ensure_ascii=False), encoding="utf-8")
     for name in ("rows.jsonl", "my.jsonl"):
         (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in ALPACA), encoding="utf-8")
+    adgen = [{"content": "类型#裤", "summary": "一条裤子"}] * 200
+    (folder / "adgen_train.json").write_text("".join(f"{json.dumps(row)}\n" for row in adgen), encoding="utf-8")
+    turns = [{"messages": [{"role": "user", "content": "在吗？"}, {"role": "assistant", "content": "在。"}]}] * 200
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in turns), encoding="utf-8")
+    (folder / "checkpoint-500").mkdir()
     for name in ("cmrc2018_train.json", "cmrc2018_dev.json"):
         (folder / name).write_text(json.dumps(CMRC, ensure_ascii=False), encoding="utf-8")
-    chats = [{"conversations": [{"from": "human", "value": "在吗？"}, {"from": "gpt", "value": "在。"}]}] * 20
-    (folder / "chats.json").write_text(json.dumps(chats, ensure_ascii=False), encoding="utf-8")
     for name in CHATGLM:
         (folder / "models" / name).mkdir(parents=True)
 
@@ -122,7 +129,9 @@ def test_chinese_pages_have_the_commands_of_the_english_ones() -> None:
     for path in chinese:
         english = ROOT / "docs" / path.name
         here, there = ([b for b in blocks(one) if b.language in CODE] for one in (path, english))
-        assert [(b.language, b.words, b.text) for b in here] == [(b.language, b.words, b.text) for b in there], path.name
+        assert [(b.language, b.words, b.text) for b in here] == [(b.language, b.words, b.text) for b in there], (
+            path.name
+        )
 
 
 def test_what_is_not_executed_is_listed_with_its_reason() -> None:
