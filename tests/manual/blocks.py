@@ -7,13 +7,13 @@
     ```yaml file=PATH    written to PATH of that folder (yaml, json, python)
     ```python run        run by Python there
 
-``python -m tests.manual.blocks docs/README.md`` writes the list of what is skipped into the page.
+``python -m tests.manual.blocks`` writes what is generated: the list of what is skipped into docs/README.md, the code of
+each English page into the Chinese one, block by block in the page's order.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,27 @@ def with_skipped(page: str) -> str:
     return f"{head}{BEGIN}\n{skipped()}\n{END}{rest.partition(END)[2]}"
 
 
+def with_code_of(chinese: str, english: Path) -> str:
+    """The Chinese page with the code of the English one in its fences, one after another."""
+    code = iter(block for block in blocks(english) if block.language in CODE)
+
+    def renewed(fence: re.Match[str]) -> str:
+        if fence[1].split()[0] not in CODE:
+            return fence[0]
+        block = next(code)
+        return f"```{' '.join([block.language, *block.words])}\n{block.text}\n```\n"
+
+    return re.sub(r"^```(\S.*)\n(?:.*\n)*?```\n", renewed, chinese, flags=re.M)
+
+
+def write() -> None:
+    """Renew what is generated."""
+    index = ROOT / "docs/README.md"
+    index.write_text(with_skipped(index.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in sorted((ROOT / "docs/zh").glob("*.md")):
+        renewed = with_code_of(page.read_text(encoding="utf-8"), ROOT / "docs" / page.name)
+        page.write_text(renewed, encoding="utf-8")
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    target.write_text(with_skipped(target.read_text(encoding="utf-8")), encoding="utf-8")
+    write()

@@ -136,7 +136,7 @@ def test_chinese_pages_have_the_commands_of_the_english_ones() -> None:
 
 def test_what_is_not_executed_is_listed_with_its_reason() -> None:
     page = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-    assert skipped() in page, "run: python -m tests.manual.blocks docs/README.md"
+    assert skipped() in page, "run: python -m tests.manual.blocks"
 
 
 def links(path: Path) -> set[Path]:
