@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 # A server that has imported the heavy packages once (and started no thread) forks the ranks: importing them anew
-# took longer than most tests.
+# took longer than most tests. torch._dynamo: what an optimizer's first step imports.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["glmexp.entry.train", "peft", "tests.engine.cells"])
+_context.set_forkserver_preload(["glmexp.entry.train", "peft", "torch._dynamo", "tests.engine.cells"])
 
 
 def run_on_ranks(

@@ -76,10 +76,23 @@ def make_ready(model: nn.Module, config: RunConfig) -> None:
     Trained parameters get the run's dtype: DeepSpeed casts them at stages 0 to 2 and leaves what was added after a
     partitioned loading alone at stage 3, and what an artifact holds must not depend on the stage.
     """
+    import_muon_plainly()
     _check_leaf_modules(model, config.zero.leaf_modules or [])
     dtype = DTYPES[config.precision.dtype]
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
+
+
+def import_muon_plainly() -> None:
+    """DeepSpeed (0.19.8) asks of every optimizer whether it is Muon, whose module wraps three functions in
+    ``torch.compile``. Nobody calls them here, and the compiler that this alone would import takes 2 s of each rank."""
+    from deepspeed.runtime import compiler
+
+    kept, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    finally:
+        compiler.compile = kept
 
 
 def schedule(

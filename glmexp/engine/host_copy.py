@@ -9,6 +9,7 @@ thread does it from the start of training on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import sys
@@ -35,9 +36,12 @@ class Chunk:
         if not torch.cuda.is_available():
             self.bytes = torch.empty(size, dtype=torch.uint8)
             return
-        # Most of the time goes into finding and clearing pages. Touching them first does that outside of the driver,
-        # whose own allocation would hold up the kernels that training starts meanwhile.
+        # Most of the time goes into finding and clearing pages. Touching them first, huge ones where the kernel has them,
+        # does that outside of the driver: measured on an H200 (experiments/bench/pinned.py), 7.8 GiB/s and steps of
+        # 15.1 ms beside it for 14.0; torch's own pinned memory has 2.2 GiB/s, and no step goes on beside it.
         area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            area.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(area, dtype=torch.uint8)
         self.bytes[::_PAGE].zero_()
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), size, 0)))
