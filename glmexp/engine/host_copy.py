@@ -36,9 +36,9 @@ class Chunk:
         if not torch.cuda.is_available():
             self.bytes = torch.empty(size, dtype=torch.uint8)
             return
-        # Most of the time goes into finding and clearing pages. Touching them first, huge ones where the kernel has them,
-        # does that outside of the driver: measured on an H200 (experiments/bench/pinned.py), 7.8 GiB/s and steps of
-        # 15.1 ms beside it for 14.0; torch's own pinned memory has 2.2 GiB/s, and no step goes on beside it.
+        # Most of the time goes into finding and clearing pages. Touching them first, huge ones where the kernel has
+        # them, does that outside of the driver: measured on an H200 (experiments/bench/pinned.py), 7.8 GiB/s and steps
+        # of 15.1 ms beside it for 14.0; torch's own pinned memory has 2.2 GiB/s, and no step goes on beside it.
         area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             area.madvise(mmap.MADV_HUGEPAGE)
