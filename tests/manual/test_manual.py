@@ -170,6 +170,27 @@ def test_anchors_that_pages_link_to_are_there() -> None:
                 assert anchor in anchors(file), f"{path.relative_to(ROOT)}: {target}#{anchor}"
 
 
+QUOTED = (
+    "there is no such key",
+    "has no option",
+    "without effect",
+    "holds a run",
+    "matches no linear layer",
+    "is no folder",
+    "keys fit nothing in the model",
+    "logits differ from the live model's",
+    "the base is another one",
+    "was trained with another chat template or vocabulary",
+)
+
+
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/zh/troubleshooting.md"])
+def test_messages_that_the_manual_quotes_are_those_of_the_program(page: str) -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "glmexp").glob("*/*.py"))
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [words for words in QUOTED if words not in source or words not in text] == []
+
+
 def test_commands_stand_in_fences() -> None:
     """An indented block has no place to say that it is run, or why not."""
     loose = [block.place for path in pages() for block in blocks(path) if not block.fenced]
