@@ -1,0 +1,102 @@
+"""``python -m glmexp.compare RUN_OR_SWEEP...``: what differs between runs, and what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from glmexp.compare import files, terminal, where
+from glmexp.compare.pairs import differences, scores
+from glmexp.compare.runs import Run, read_all
+from glmexp.compare.table import table
+from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, Problem, UserError
+
+_EPILOG = """Keys are those of config.yaml, results those of the table; the end of one suffices where no other has it.
+results: the last value of each eval/ metric and of train/loss; best/loss and best/step; perf/tokens_per_s (median of
+steps), mem/peak_bytes, time/train_s (steps alone), time/wall_s, model/trainable_parameters, train/steps.
+docs/compare.md says more. Exit codes: 0; 2 where the command line or a folder is wrong."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        _compare(options)
+    except UserError as error:
+        print(error.report(), file=sys.stderr)
+        return EXIT_USER_MISTAKE
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m glmexp.compare",
+        description="Compare runs and sweeps by their folders alone.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, metavar="RUN_OR_SWEEP", help="a run folder, a sweep's, or one above such")
+    add("--sort", metavar="KEY", help="a result, a config key or label; default: the held-out loss")
+    add("--descending", action="store_true", help="largest first")
+    add("--where", action="append", default=[], metavar="CONDITION", help=f"{where.HELP}; may be given again")
+    add("--columns", nargs="+", metavar="RESULT", help="results in the terminal's table")
+    add("--runs", action="store_true", help="one row a run; default: the seeds of a configuration are one row")
+    add("--baseline", metavar="LABEL", help="run that others are held against; default: the first one named")
+    add("--axes", nargs=2, metavar=("X", "Y"), help="keys of the page's heat map; default: the first two swept ones")
+    add("--csv", type=Path, metavar="FILE", help="all columns and digits as CSV")
+    add("--parquet", type=Path, metavar="FILE", help="the same as Parquet")
+    add("--html", type=Path, metavar="FILE", help="one page with curves, heat map, answers; needs no network")
+    return parser
+
+
+def _compare(options: argparse.Namespace) -> None:
+    found = table(read_all(options.paths), together=not options.runs)
+    columns = [where.column(word, found.results, "--columns") for word in options.columns or []]
+    axes = [where.column(word, found.keys, "--axes") for word in options.axes or []]
+    found = found.where(options.where) if options.where else found
+    if not found.rows:
+        raise ConfigError(Problem("--where", "no row is left", "a wider condition"))
+    runs = [run for row in found.rows for run in row.runs]
+    labels = [label for row in found.rows for label in row.labels]
+    baseline = _baseline(options.baseline, runs, labels)
+    pairs = differences([scores(run) for run in runs], baseline)
+    found.sort(options.sort, options.descending)
+    terminal.print_table(found, columns or [name for name in terminal.SHOWN if name in found.results])
+    terminal.print_differences(pairs, labels, labels[baseline])
+    if options.csv is not None:
+        files.write_csv(found, options.csv)
+    if options.parquet is not None:
+        files.write_parquet(found, options.parquet)
+    if options.html is not None:
+        from glmexp.compare import page
+
+        files.write_text(page.page(found, runs, labels, pairs, baseline, axes), options.html, "--html")
+    for file in (options.csv, options.parquet, options.html):
+        if file is not None:
+            print(f"written: {file}")
+
+
+def _baseline(word: str | None, runs: Sequence[Run], labels: Sequence[str]) -> int:
+    """The place of the run that is meant by its name, its label, or a part that only one label has."""
+    if word is None:
+        return 0
+    fitting = [place for place, label in enumerate(labels) if label == word]
+    fitting = fitting or [place for place, run in enumerate(runs) if run.name == word]
+    fitting = fitting or [place for place, label in enumerate(labels) if word in label]
+    if len(fitting) != 1:
+        some = ", ".join(repr(labels[place]) for place in (fitting or range(len(labels)))[:5])
+        found = "fits several runs" if fitting else "fits no run"
+        raise ConfigError(Problem(f"--baseline {word!r}", found, f"a label, or a part of one: {some}"))
+    return fitting[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
