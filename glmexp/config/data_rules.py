@@ -46,7 +46,7 @@ def files(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if entry == "inspect" and data.eval_file is None and data.train_file is None:
         yield Problem("data.train_file", "is null, and entry=inspect needs rows", "data.train_file=FILE")
     scored = ("eval_file",) if needs_rows(config.eval) else ()
-    needed = {"evaluate": scored, "export": (), "bench": ()}.get(entry, ("train_file", "eval_file"))
+    needed = {"evaluate": scored, "export": (), "bench": (), "generate": ()}.get(entry, ("train_file", "eval_file"))
     for name in needed:
         path = getattr(data, name)
         given = path is not None and not path.startswith((BUILTIN, HUB))

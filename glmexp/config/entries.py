@@ -46,6 +46,37 @@ class ExportSection:
 
 
 @dataclass
+class GenerateSection:
+    """What entry=generate answers, and how."""
+
+    prompts_file: str | None
+    """JSON, JSON lines, CSV or Parquet with prompt (or messages), and perhaps system, history, answer;
+    builtin:prompts.jsonl is shipped. Null: a chat at the terminal, or with the lines of a pipe."""
+    output: str | None
+    """File for the answers, one JSON object a line. Null: answers.jsonl in the run folder."""
+    system: str | None
+    """System text of conversations that bring none."""
+    batch_size: Count
+    """Prompts of the file that a rank answers at once."""
+    max_length: Count
+    """Tokens of prompt and answer together: so many keys and values a row are made room for. Earlier turns that do not
+    fit beside max_new_tokens are left out, the oldest first; a question that does not fit alone is refused."""
+    max_new_tokens: Count
+    """Tokens of an answer at most, its end token among them."""
+    temperature: Annotated[float, Bound(above=0)] | None
+    """Tokens are drawn, from scores divided by this. Null: the likeliest token is taken."""
+    top_p: Annotated[float, Bound(above=0, high=1)] | None
+    """Draw from the fewest tokens whose probabilities add up to this. Null: from all."""
+    top_k: Count | None
+    """Draw from the so many likeliest tokens. Null: from all."""
+    repetition_penalty: Annotated[float, Bound(above=0)] | None
+    """Above 1: what was said already, in prompt or answer, is less likely. Null: off, also where the checkpoint's
+    generation_config.json has one."""
+    seed: Annotated[int, Bound(low=0)]
+    """Seed of what is drawn."""
+
+
+@dataclass
 class DoctorSection:
     """What entry=doctor tells: what one option means, or whether this machine can run this configuration."""
 

@@ -16,6 +16,19 @@ TIME_LIMIT = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}")
 """What sbatch --time takes: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
 NODE_KEYS = ("node_rank", "master_addr", "master_port")
 
+ALONE = ("inspect", "export")
+"""Entries that one process does: nothing is trained."""
+
+
+def talks(config: RunConfig) -> bool:
+    """entry=generate at the terminal, or with the lines of a pipe."""
+    return config.entry.name == "generate" and config.generate.prompts_file is None
+
+
+def one_process(config: RunConfig) -> bool:
+    """The process of the command line does it all: it has the terminal."""
+    return config.launcher.name == "inprocess" or config.entry.name in ALONE or talks(config)
+
 
 def ranks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """How many ranks one machine can have."""

@@ -12,6 +12,7 @@ from glmexp.config import (
     data_rules,
     ds_rules,
     export_rules,
+    generate_rules,
     inference_rules,
     launch_rules,
     model_rules,
@@ -78,6 +79,11 @@ def derive(config: RunConfig, ranks: int) -> RunConfig:
             cache_dir=_whole(config.data.cache_dir),
         ),
         inspect=dataclasses.replace(config.inspect, html=_whole(config.inspect.html)),
+        generate=dataclasses.replace(
+            config.generate,
+            prompts_file=_whole(config.generate.prompts_file),
+            output=_whole(config.generate.output),
+        ),
         eval=dataclasses.replace(
             config.eval, hooks={name: _whole_prompts(hook) for name, hook in config.eval.hooks.items()}
         ),
@@ -117,15 +123,15 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
         save, last = config.train.save_steps, config.train.max_steps
         if save is not None and last is not None and save > last:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
-    elif config.entry.name != "doctor":  # which only tells about them
-        unused = sorted(key for key in explicit if key.split(".")[0] in ("train", "optim", "zero", "offload", "gather"))
+    elif config.entry.name not in ("doctor", "generate"):  # the first only tells about them
+        unused = sorted(key for key in explicit if key.split(".")[0] in generate_rules.TRAINING)
         read = {"train.seed"}
         if config.entry.name == "inspect":  # it shows how much of the batches is padding
             read |= {"train.micro_batch_size", "train.grad_accum"}
         unused = [key for key in unused if key not in read]
         if unused:
             found.append(f"{', '.join(unused)}: without effect under entry={config.entry.name}")
-    return found
+    return found + generate_rules.without_effect(config, explicit)
 
 
 def _batch(config: RunConfig, ranks: int) -> tuple[int, int, int] | Problem:
@@ -393,6 +399,7 @@ RULES: tuple[Rule, ...] = (
     _run,
     _entry,
     export_rules.check,
+    generate_rules.check,
     inference_rules.check,
     trainer_rules.check,
 )

@@ -18,6 +18,7 @@ from glmexp.config.bounds import Rate as Rate
 from glmexp.config.entries import (
     DoctorSection,
     ExportSection,
+    GenerateSection,
     InspectSection,
     ParitySection,
     SmokeSection,
@@ -55,8 +56,8 @@ class ArtifactSection:
     """A trained artifact to start from."""
 
     path: str | None
-    """Artifact folder or its run folder, for entry=evaluate and entry=export: model and method come from it. Export
-    also takes a checkpoint: of a run, of DeepSpeed, of transformers.Trainer."""
+    """Artifact folder or its run folder, for entry=evaluate, generate and export: model and method come from it. A
+    checkpoint does as well: of a run, of DeepSpeed, of transformers.Trainer."""
 
 
 @dataclass
@@ -386,9 +387,10 @@ class SweepSection:
 class EntrySection:
     """What the run does."""
 
-    name: Literal["train", "trainer", "evaluate", "export", "bench", "inspect", "doctor", "smoke"]
-    """train; trainer: the same through transformers' Trainer; evaluate: hooks on an artifact or base; export: a whole
-    model; bench: speed of answers; inspect: show data; doctor; smoke: a short run of this configuration, judged."""
+    name: Literal["train", "trainer", "evaluate", "generate", "export", "bench", "inspect", "doctor", "smoke"]
+    """train; trainer: the same through transformers' Trainer; evaluate: hooks on an artifact or base; generate: answers
+    to a file of prompts, or a chat; export: a whole model; bench: speed of answers; inspect: show data; doctor; smoke:
+    a short run of this configuration, judged."""
 
 
 @dataclass
@@ -427,6 +429,7 @@ class RunConfig:
     entry: EntrySection
     inspect: InspectSection
     export: ExportSection
+    generate: GenerateSection
     doctor: DoctorSection
     trainer: TrainerSection
     parity: ParitySection

@@ -15,6 +15,7 @@ from glmexp.data.batches import eval_batches, pick
 from glmexp.data.collate import collate, collate_prompts
 from glmexp.data.prepare import Example
 from glmexp.engine import distributed
+from glmexp.engine.decode import decode
 from glmexp.engine.loss import loss_sum
 from glmexp.engine.rng import UntouchedRng
 from glmexp.entry.console import Screen
@@ -124,17 +125,16 @@ class Evaluation:
     def _generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, max_new_tokens: int
     ) -> torch.Tensor:
-        """Greedy: new ids (batch, new). Positions are derived from the mask by the networks themselves."""
-        sequences = self.network.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
+        """Greedy: new ids (batch, new)."""
+        return decode(
+            self.network,
+            input_ids,
+            attention_mask,
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=list(self.renderer.stop_ids),
-            pad_token_id=self.renderer.pad_id,
-            synced_gpus=self.synced,
+            stop_ids=self.renderer.stop_ids,
+            pad_id=self.renderer.pad_id,
+            synced=self.synced,
         )
-        return sequences[:, input_ids.shape[1] :]
 
     def best_table(self, first: int, last: int, most: int = 6) -> list[tuple[str, str, str, str]]:
         """Rows (prompt, expected, answer at ``first``, answer at ``last``) for the terminal; empty without answers."""

@@ -13,14 +13,12 @@ from glmexp.config import redact
 from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED
 from glmexp.config.identity import identity
 from glmexp.config.inherit import AUTO
+from glmexp.config.launch_rules import one_process
 from glmexp.config.load import dump, read, write
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import environment, folder, handover, local, needs, rendezvous, slurm, unfinished
 from glmexp.launcher.ranks import Outside, slurm_task
 from glmexp.launcher.stopping import POLITE
-
-ALONE = ("inspect", "export")
-"""Entries that one process does: nothing is trained."""
 
 RunRank = Callable[[Path, bool], int]
 """(run folder, whether the rank shows its own failures) -> exit code: this process as a rank. See ``worker``."""
@@ -30,7 +28,7 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
     """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
     composed, going_on = identity(config), unfinished.find(config)
     launcher = config.launcher
-    alone = launcher.name == "inprocess" or config.entry.name in ALONE
+    alone = one_process(config)
     as_job = launcher.name == "slurm" and not alone
     if as_job:
         slurm.check([config])

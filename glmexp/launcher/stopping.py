@@ -35,6 +35,8 @@ class Listener:
         """start: nothing to save yet; loop: steps are taken; end: the run finishes; stopped: all is on the disk."""
         self.agreed = False
         """All ranks were asked to stop."""
+        self.ends_on_interrupt = True
+        """False: SIGINT has another meaning now, such as the end of an answer."""
         self._run_folder, self._rank = run_folder, rank
         self._store: Any = None
         self._ranks, self._grace_s = 1, AGREE_S
@@ -84,7 +86,8 @@ class Listener:
             number = self._receiver.recv(1)[0]
         except TimeoutError:
             return None
-        return number if number in (*POLITE, signal.SIGINT) else None
+        heard = (*POLITE, signal.SIGINT) if self.ends_on_interrupt else POLITE
+        return number if number in heard else None
 
     def _agree(self, store: Any, asked: float) -> bool:
         """Whether every rank has been asked, within AGREE_S."""

@@ -25,7 +25,7 @@ EXTRA = {
     ("sweep", "search"): ["method.rank=2,4"],
 }
 STUDIES = "experiments"
-COUNT = 65
+COUNT = 66
 COUNT_OF_STUDIES = 1
 
 
