@@ -49,11 +49,12 @@ class Subject:
     def network(self, dtype: torch.dtype) -> nn.Module:
         """The model on the CPU in ``dtype``, in evaluation mode. Raises ArtifactError where it is not what was trained.
 
-        Fingerprints are of the number format that was trained in, so it is loaded in that one first.
+        Fingerprints are of the number format that was trained in, so it is loaded in that one first. A base that was
+        trained on in fp8 is in fp8 again, but not where another format was chosen.
         """
         if self.folder is not None:
             trained = DTYPES[artifact.read_card(self.folder).dtype]
-            model, card = artifact.load(self.folder, trained, self.section.path)
+            model, card = artifact.load(self.folder, trained, self.section.path, rounded=dtype == trained)
             faults = artifact.check(model, card)
             if faults:
                 way = "use the base and the files that the run left"

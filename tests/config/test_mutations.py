@@ -284,6 +284,7 @@ GROUPS = [group for group in shipped_options() if group != "experiments"]
 EXTRA = {
     "entry=export": {"artifact.path": "{folder}"},
     "entry=doctor": {"doctor.explain": "zero.stage"},
+    "launcher=slurm": {"slurm.gpus_per_node": "8"},  # fp16 asks for a GPU
     "entry=generate": {"generate.prompts_file": "builtin:prompts.jsonl"},
     "launcher=env": {"launcher.name": "local"},  # an outside launcher's world has a test of its own
     "entry=evaluate": {"data.eval_file": "{folder}/rows.jsonl"},
