@@ -82,7 +82,7 @@ def _chat(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "launcher.name", "slurm: a chat needs a terminal, and a job has none", f"launcher=local, or {way}"
         )
-    elif facts.ranks > 1:
+    elif facts.ranks > 1 and config.placement.name == "single":
         yield Problem("launcher.nproc", f"a chat is one process, not {facts.ranks}", f"leave it out, or {way}")
 
 

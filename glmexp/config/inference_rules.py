@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from glmexp.config.entries import SERVES
 from glmexp.config.errors import Problem
+from glmexp.config.launch_rules import talks
 from glmexp.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ def one_rank(config: RunConfig) -> bool:
     """Where nobody says how many ranks there are, one is enough: it sees all GPUs, or measures one."""
     if config.entry.name not in SERVES:
         return False
-    return config.placement.name == "layers" or (config.entry.name == "bench" and config.placement.name == "single")
+    alone = config.entry.name == "bench" or talks(config)
+    return config.placement.name == "layers" or (alone and config.placement.name == "single")
 
 
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
