@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from glmexp.engine import host
+from glmexp.launcher.needs import available_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def free_bytes(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         # What torch's allocator holds and has not handed out is free too.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return host.available_bytes()
+    return available_memory_bytes()
 
 
 def too_large(shape: CacheShape, rows: int, length: int, free: int | None) -> str | None:
