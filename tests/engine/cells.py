@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,11 @@ def _train(engine: Any, config: RunConfig, examples: Any, pad_id: int, steps: in
     return losses, norms
 
 
-def engine_loop(config: RunConfig, folder: str) -> Trace:
-    """STEPS steps on this rank, gathered and written as an artifact with its probe."""
+def engine_loop(config: RunConfig, *folders: str) -> Trace:
+    """STEPS steps on this rank, gathered and written as an artifact with its probe.
+
+    One folder, or several whose names end with ``-<gather option>``: the same weights in each way to gather them.
+    """
     engine = _engine(config, STEPS)
     start = proof.before(engine)
     examples, pad_id = rows(config)
@@ -120,7 +123,9 @@ def engine_loop(config: RunConfig, folder: str) -> Trace:
     engine.eval()
     faults = proof.changes(engine, start, config.method, STEPS)
     assert not faults, faults
-    _write(engine, config, folder, examples)
+    for folder in folders:
+        name = folder.rpartition("-")[2] if len(folders) > 1 else config.gather.name
+        _write(engine, replace(config, gather=replace(config.gather, name=name)), folder, examples)
     engine.destroy()
     return trace
 
@@ -140,10 +145,12 @@ def short_runs(cells: dict[str, list[str]], steps: int) -> dict[str, tuple[list[
     return found
 
 
-def learns_at_all_stages(overrides: list[str], steps: int = 60) -> dict[int, tuple[list[float], float, float]]:
+def learns_at(
+    overrides: list[str], stages: tuple[int, ...], steps: int = 60
+) -> dict[int, tuple[list[float], float, float]]:
     """By stage: training losses, held-out loss before and after."""
     found = {}
-    for stage in range(4):
+    for stage in stages:
         config = configure(*overrides, f"zero=stage{stage}")
         template = renderer(config.model.family, load_tokenizer(config.model))
         data = prepare(config.data, config.train.seed, template)
@@ -178,10 +185,9 @@ def _write(engine: Any, config: RunConfig, folder: str, examples: list[Example])
 
 
 def all_stages(overrides: list[str], gathers: list[str], folder: str) -> dict[int, Trace]:
-    """``engine_loop`` at every ZeRO stage, one after another in this process."""
+    """``engine_loop`` at every ZeRO stage, one after another in this process; each gathered in all these ways."""
     traces = {}
     for stage in range(4):
-        for gather_name in gathers:
-            config = configure(*overrides, f"zero=stage{stage}", f"gather={gather_name}")
-            traces[stage] = engine_loop(config, f"{folder}/stage{stage}-{gather_name}")
+        config = configure(*overrides, f"zero=stage{stage}", f"gather={gathers[0]}")
+        traces[stage] = engine_loop(config, *(f"{folder}/stage{stage}-{name}" for name in gathers))
     return traces

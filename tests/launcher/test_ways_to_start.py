@@ -221,17 +221,17 @@ def test_a_users_mistake_found_in_the_ranks_exits_2_without_traceback(tmp_path: 
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(1200)
-def test_twenty_launches_of_four_ranks_give_twenty_folders(tmp_path: Path) -> None:
-    """Two at a time: many of them start within the same second."""
+@pytest.mark.timeout(600)
+def test_six_launches_of_four_ranks_give_six_folders(tmp_path: Path) -> None:
+    """Two at a time: they start within the same second. (Twenty of them passed as well: the parent holds its port.)"""
 
     def launch(_: int) -> int:
         return glmexp(*SHORT, "train.max_steps=1", "launcher.nproc=4", folder=tmp_path, timeout_s=300).returncode
 
     with ThreadPoolExecutor(2) as two:
-        codes = Counter(two.map(launch, range(20)))
-    assert codes == {0: 20}
-    assert len(runs(tmp_path)) == 20
+        codes = Counter(two.map(launch, range(6)))
+    assert codes == {0: 6}
+    assert len(runs(tmp_path)) == 6
     assert all(status(run)["state"] == "finished" for run in runs(tmp_path))
 
 
