@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,44 +33,57 @@ _WARM_UP = 3
 """Steps before a graph is recorded: libraries set themselves up in them, and blocks are compiled."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How the next token is chosen from its logits; the warpers are those of transformers, in its order."""
+class Choosing(Protocol):
+    """How the next token is chosen from its logits. None of all: greedy."""
 
-    temperature: float | None = None
-    """None: greedy."""
-    top_k: int | None = None
-    top_p: float | None = None
-    repetition_penalty: float | None = None
-    """Logits of tokens that are there already, in the prompt too, are divided by it, negative ones multiplied."""
+    @property
+    def temperature(self) -> float | None:
+        """Drawn from softmax(logits / temperature). None: the likeliest one."""
 
-    def of(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Tokens (batch,) for ``logits`` (batch, vocabulary). Without a wait for the host, as torch.multinomial has.
+    @property
+    def top_k(self) -> int | None:
+        """Drawn from the so many likeliest."""
 
-        ``seen`` (batch, vocabulary): True for tokens that are there; read with a repetition penalty.
-        """
-        if self.repetition_penalty is not None and seen is not None:
-            penalty = self.repetition_penalty
-            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-        if self.temperature is None:
-            return logits.argmax(dim=-1)
-        probabilities = self.warped(logits).softmax(dim=-1)
-        # The largest of p / e with exponential e falls on token i with probability p[i].
-        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
+    @property
+    def top_p(self) -> float | None:
+        """Drawn from the fewest tokens whose probabilities reach this sum."""
 
-    def warped(self, logits: Tensor) -> Tensor:
-        """Logits divided by the temperature, -inf for tokens outside of top_k and top_p; float32."""
-        assert self.temperature is not None, "greedy decoding warps nothing"
-        logits = logits.float() / self.temperature
-        if self.top_k is not None:
-            least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
-        if self.top_p is not None:
-            ascending, order = logits.sort(dim=-1)
-            outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
-            outside[..., -1:] = False
-            logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
-        return logits
+    @property
+    def repetition_penalty(self) -> float | None:
+        """Logits of tokens that are there already, in the prompt too, are divided by it, negative ones multiplied."""
+
+
+def choose(logits: Tensor, choosing: Choosing | None, seen: Tensor | None) -> Tensor:
+    """Tokens (batch,) for ``logits`` (batch, vocabulary). Nothing waits for the host, as torch.multinomial would.
+
+    ``seen`` (batch, vocabulary): True for tokens that are there; read with a repetition penalty.
+    """
+    if choosing is None:
+        return logits.argmax(dim=-1)
+    if choosing.repetition_penalty is not None and seen is not None:
+        penalty = choosing.repetition_penalty
+        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if choosing.temperature is None:
+        return logits.argmax(dim=-1)
+    probabilities = warped(logits, choosing).softmax(dim=-1)
+    # The largest of p / e with exponential e falls on token i with probability p[i].
+    return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
+
+
+def warped(logits: Tensor, choosing: Choosing) -> Tensor:
+    """Logits divided by the temperature, -inf for tokens outside of top_k and top_p; float32. The warpers are those of
+    transformers, in its order."""
+    assert choosing.temperature is not None, "greedy decoding warps nothing"
+    logits = logits.float() / choosing.temperature
+    if choosing.top_k is not None:
+        least = logits.topk(min(choosing.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if choosing.top_p is not None:
+        ascending, order = logits.sort(dim=-1)
+        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - choosing.top_p
+        outside[..., -1:] = False
+        logits = logits.masked_fill(outside.scatter(-1, order, outside), float("-inf"))
+    return logits
 
 
 def applies(network: Any) -> bool:
@@ -115,7 +127,7 @@ class Decoder:
         max_new_tokens: int,
         stop_ids: Sequence[int],
         pad_id: int,
-        choice: Choice | None = None,
+        choosing: Choosing | None = None,
         slots: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Tensor:
@@ -123,7 +135,7 @@ class Decoder:
 
         ``input_ids`` (batch, length), pads of shorter rows in front, named by ``attention_mask`` (1 = real). ``slots``:
         size of the cache in tokens, prefix and new tokens counted; None: what this call needs. A call with the same
-        number of rows, slots, end tokens and choice as the last one records nothing anew.
+        number of rows, slots, end tokens and ``choosing`` as the last one records nothing anew.
         """
         lengths, attention_mask = self._lengths(input_ids, attention_mask)
         prefix = self._prefix(input_ids.shape[0])
@@ -134,7 +146,7 @@ class Decoder:
                 f"{virtual} virtual tokens, {input_ids.shape[1]} of the prompt and {max_new_tokens} new ones are "
                 f"{needed}, and the cache has {slots} slots"
             )
-        key = (input_ids.shape[0], slots or needed, tuple(stop_ids), pad_id, choice or Choice())
+        key = (input_ids.shape[0], slots or needed, tuple(stop_ids), pad_id, choosing)
         if self.step is None or self.step.key != key:
             self.step = None  # its memory is given back before the next one takes its own
             self.step = Step(self.network, self.run_layer, *key)
@@ -226,10 +238,10 @@ class Step:
         slots: int,
         stop_ids: tuple[int, ...],
         pad_id: int,
-        choice: Choice,
+        choosing: Choosing | None,
     ) -> None:
-        self.key = (batch, slots, stop_ids, pad_id, choice)
-        self.network, self.run_layer, self.pad_id, self.choice = network, run_layer, pad_id, choice
+        self.key = (batch, slots, stop_ids, pad_id, choosing)
+        self.network, self.run_layer, self.pad_id, self.choosing = network, run_layer, pad_id, choosing
         device = network.device
         self.cache = SlotCache(batch, slots)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -247,7 +259,7 @@ class Step:
     def begin(self, shown: Tensor, logits: Tensor, start: Tensor, growth: Tensor) -> None:
         """A new generation: the first token comes from the prompt's ``logits`` (batch, vocabulary). ``shown``: ids of
         the prompt (batch, length)."""
-        if self.choice.repetition_penalty is not None:
+        if self.choosing is not None and self.choosing.repetition_penalty is not None:
             if self.seen is None:
                 self.seen = torch.zeros_like(logits, dtype=torch.bool)
             self.seen.zero_().scatter_(1, shown, True)
@@ -264,7 +276,7 @@ class Step:
 
     def take(self, logits: Tensor) -> None:
         """Choose a token a row, write it down, note which rows have ended."""
-        token = torch.where(self.ended, self.pad_id, self.choice.of(logits, self.seen))
+        token = torch.where(self.ended, self.pad_id, choose(logits, self.choosing, self.seen))
         if self.seen is not None:
             self.seen.scatter_(1, token[:, None], True)
         self.written.index_copy_(1, self.at, token[:, None])
