@@ -29,6 +29,8 @@ OnTokens = Callable[[list[int]], bool]
 """Gets each step's token of every row, pads where a row has ended; True ends the generation."""
 _AHEAD = 2
 """Steps that are under way before the tokens of the first of them are read."""
+_ROUNDED = 256
+"""Slots that a cache is rounded up to, so that the next call finds it large enough."""
 _WARM_UP = 3
 """Steps before a graph is recorded: libraries set themselves up in them, and blocks are compiled."""
 
@@ -129,14 +131,20 @@ class Decoder:
         pad_id: int,
         choosing: Choosing | None = None,
         slots: int | None = None,
+        rows: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> Tensor:
         """New ids (batch, new): each row up to its end token, pads behind it.
 
         ``input_ids`` (batch, length), pads of shorter rows in front, named by ``attention_mask`` (1 = real). ``slots``:
-        size of the cache in tokens, prefix and new tokens counted; None: what this call needs. A call with the same
-        number of rows, slots, end tokens and ``choosing`` as the last one records nothing anew.
+        size of the cache in tokens, prefix and new tokens counted; None: that of the last call, or a larger one where
+        this call needs it. ``rows``: a smaller batch is filled up to so many. A call with the same rows, slots, end
+        tokens and ``choosing`` as the last one records nothing anew.
         """
+        batch = input_ids.shape[0]
+        if rows is not None and rows > batch:
+            input_ids = _filled_up(input_ids, rows)
+            attention_mask = None if attention_mask is None else _filled_up(attention_mask, rows)
         lengths, attention_mask = self._lengths(input_ids, attention_mask)
         prefix = self._prefix(input_ids.shape[0])
         virtual = prefix[0][0].shape[2] if prefix else 0
@@ -146,20 +154,23 @@ class Decoder:
                 f"{virtual} virtual tokens, {input_ids.shape[1]} of the prompt and {max_new_tokens} new ones are "
                 f"{needed}, and the cache has {slots} slots"
             )
-        key = (input_ids.shape[0], slots or needed, tuple(stop_ids), pad_id, choosing)
-        if self.step is None or self.step.key != key:
+        key = (input_ids.shape[0], tuple(stop_ids), pad_id, choosing)
+        there = None if self.step is None or self.step.key != key else self.step.cache.slots
+        if slots is None:
+            slots = there if there is not None and there >= needed else -(-needed // _ROUNDED) * _ROUNDED
+        if self.step is None or there != slots:
             self.step = None  # its memory is given back before the next one takes its own
-            self.step = Step(self.network, self.run_layer, *key)
+            self.step = Step(self.network, self.run_layer, slots, *key)
         logits, start, each = self._prompt(input_ids, attention_mask, prefix, lengths)
         shown = input_ids if attention_mask is None else input_ids.where(attention_mask.ne(0), input_ids[:, -1:])
-        self.step.begin(shown, logits, start, each)
+        self.step.begin(shown, logits, start, each, batch)
         if self.way != "static" and self.step.graph is None and max_new_tokens > 1:
             self.step.record()
-        return self._write(self.step, max_new_tokens, on_tokens)
+        return self._write(self.step, batch, max_new_tokens, on_tokens)
 
-    def _write(self, step: Step, most: int, on_tokens: OnTokens | None) -> Tensor:
+    def _write(self, step: Step, batch: int, most: int, on_tokens: OnTokens | None) -> Tensor:
         """Steps until all rows have ended, ``most`` tokens stand there, or the reader has enough."""
-        reader = _Reader(step)
+        reader = _Reader(step, batch)
         stopped = False
         with step.ready() if step.graph is None else _nothing():
             for _ in range(most - 1):
@@ -171,7 +182,7 @@ class Decoder:
         while reader.waiting and not stopped:
             stopped = reader.read(on_tokens)
         counts = step.counts if not stopped else step.counts.clamp(max=reader.seen)
-        return step.written[:, : int(counts.max())].clone()
+        return step.written[:batch, : int(counts.max())].clone()
 
     @staticmethod
     def _lengths(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -234,13 +245,13 @@ class Step:
         self,
         network: Any,
         run_layer: Callable[..., Tensor],
-        batch: int,
         slots: int,
+        batch: int,
         stop_ids: tuple[int, ...],
         pad_id: int,
         choosing: Choosing | None,
     ) -> None:
-        self.key = (batch, slots, stop_ids, pad_id, choosing)
+        self.key = (batch, stop_ids, pad_id, choosing)
         self.network, self.run_layer, self.pad_id, self.choosing = network, run_layer, pad_id, choosing
         device = network.device
         self.cache = SlotCache(batch, slots)
@@ -256,9 +267,9 @@ class Step:
         """Of the last step, (batch, vocabulary)."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def begin(self, shown: Tensor, logits: Tensor, start: Tensor, growth: Tensor) -> None:
+    def begin(self, shown: Tensor, logits: Tensor, start: Tensor, growth: Tensor, rows: int) -> None:
         """A new generation: the first token comes from the prompt's ``logits`` (batch, vocabulary). ``shown``: ids of
-        the prompt (batch, length)."""
+        the prompt (batch, length), of which the first ``rows`` are asked for."""
         if self.choosing is not None and self.choosing.repetition_penalty is not None:
             if self.seen is None:
                 self.seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -269,6 +280,7 @@ class Step:
             self.position.copy_(start)
             self.growth.copy_(growth)
         self.ended.zero_()
+        self.ended[rows:] = True
         self.counts.zero_()
         self.written.fill_(self.pad_id)
         self.at.zero_()
@@ -383,6 +395,11 @@ def _layers(network: Any) -> nn.ModuleList:
     raise AssertionError(f"{type(network).__name__} has no list of blocks")
 
 
+def _filled_up(rows: Tensor, count: int) -> Tensor:
+    """The last row again and again, up to ``count``."""
+    return torch.cat((rows, rows[-1:].expand(count - rows.shape[0], -1)))
+
+
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
@@ -391,8 +408,8 @@ def _nothing() -> Iterator[None]:
 class _Reader:
     """Reads tokens some steps behind the one that is under way."""
 
-    def __init__(self, step: Step) -> None:
-        self.step, self.on_gpu = step, step.token.device.type == "cuda"
+    def __init__(self, step: Step, rows: int) -> None:
+        self.step, self.rows, self.on_gpu = step, rows, step.token.device.type == "cuda"
         self.waiting: deque[tuple[Tensor, Any]] = deque()
         self.seen = 0
         """Tokens of each row that were read."""
@@ -400,7 +417,7 @@ class _Reader:
 
     def note(self) -> None:
         """The step that was just called will have written these tokens."""
-        noted = torch.cat((self.step.token[:, 0], self.step.ended.all()[None].to(torch.int64)))
+        noted = torch.cat((self.step.token[: self.rows, 0], self.step.ended.all()[None].to(torch.int64)))
         if not self.on_gpu:
             self.waiting.append((noted, None))
             return

@@ -120,6 +120,19 @@ def test_reader_gets_each_step_and_can_end_it() -> None:
     assert len(got) == 4
 
 
+def test_a_smaller_batch_is_filled_up_and_finds_the_cache_of_the_last() -> None:
+    model = network("chatglm3", "sdpa")
+    ids, real = prompts("chatglm3", 9, 4, 6)
+    decoder = Decoder(model, "static")
+    decoder.generate(ids, real, 8, [63], PAD)
+    step = decoder.step
+    got: list[list[int]] = []
+    found = decoder.generate(ids[1:], real[1:], 8, [63], PAD, rows=3, on_tokens=lambda tokens: got.append(tokens))  # type: ignore[arg-type]
+    assert found.tolist() == plain(model, ids[1:], real[1:], [63], 8).tolist()
+    assert decoder.step is step
+    assert {len(tokens) for tokens in got} == {2}
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     ids, real = prompts("chatglm3", 6)
     with pytest.raises(ValueError, match="6 of the prompt and 12 new ones are 18, and the cache has 17 slots"):
