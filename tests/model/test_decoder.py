@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from glmexp.model.decoder import Decoder, Step, applies, choose, warped
+from glmexp.model.choosing import choose, warped
+from glmexp.model.decoder import Decoder, Step, applies
 from tests.model.samples import FAMILIES, GMASK, RELEASES, SOP, network
 
 PAD = 3
