@@ -10,6 +10,7 @@ from glmexp.config.nearest import conf_folder, shipped_options
 from tests.config.helpers import asked, rows_file
 
 OPTIONS = sorted((group, option) for group, options in shipped_options().items() for option in options)
+STUDIES, COUNT_OF_STUDIES = "experiments", 8
 EXTRA = {
     **{
         ("data", option): ["data.train_file={rows}"]
@@ -24,9 +25,7 @@ EXTRA = {
     ("precision", "fp16"): [],
     ("sweep", "search"): ["method.rank=2,4"],
 }
-STUDIES = "experiments"
 COUNT = 66
-COUNT_OF_STUDIES = 1
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
