@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import set_seed
+
 from glmexp.config.compose import run_config
 from glmexp.data.prepare import prepare
 from glmexp.engine import distributed
@@ -27,7 +29,7 @@ SHORT = (
 )
 
 
-def whole_runs(cells: dict[str, list[str]], folder: str) -> dict[str, list[str]]:
+def whole_runs(cells: dict[str, list[str]], folder: str, common: tuple[str, ...] = SHORT) -> dict[str, list[str]]:
     """Train each cell's overrides into ``folder``/<cell>; what the product found wrong with each."""
     faults = {}
     for name, overrides in cells.items():
@@ -36,7 +38,8 @@ def whole_runs(cells: dict[str, list[str]], folder: str) -> dict[str, list[str]]
         if first:
             run.mkdir(parents=True)
         distributed.barrier()
-        config = run_config([*SHORT, *overrides], ranks=distributed.world_size(), gpus=0)
+        config = run_config([*common, *overrides], ranks=distributed.world_size(), gpus=0)
+        set_seed(config.train.seed)  # as a session begins
         here = Session(
             config=config,
             folder=run,

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli import SHORT, glmexp, metrics, runs, status
+from tests.engine.whole_runs import whole_runs
+from tests.ranks import run_on_ranks
 
 LAMPS = [
     {"prompt": f"第{n}号灯是什么颜色？", "response": f"第{n}号灯是{c}色。"} for n, c in enumerate("红橙黄绿青蓝紫白")
@@ -50,20 +52,59 @@ def test_one_seed_gives_bit_equal_losses(tmp_path: Path) -> None:
     assert len(losses[0]) == 6
 
 
-def test_hooks_do_not_change_the_training_curve(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs whose numbers are compared with one another, in one process: accumulation, hooks, checkpointing."""
+    folder = tmp_path_factory.mktemp("side")
+    answers = [{"prompt": f"题{2**n}", "response": "答" * 2**n} for n in range(6)]
+    six = ("method=full", "data.shuffle=false", "train.max_steps=1", "optim.lr=1e-3", "eval=none", "precision=fp32")
+    rows = f"data.train_file={_write(folder / 'six.jsonl', answers)}"
+    cells = {
+        f"accumulation-{micro}": [*six, rows, f"train.micro_batch_size={micro}", f"train.grad_accum={6 // micro}"]
+        for micro in (6, 3, 2, 1)
+    }
+    curve = ["train.max_steps=4", "method.dropout=0.1"]
+    often = ["eval.loss.every=1", "eval.generate.every=2", "eval.generate.max_prompts=3"]
+    cells["hooks-without"] = [*curve, "eval=none"]
+    cells["hooks-with"] = [*curve, "eval=[loss,generate]", *often]
+    short = ["train.max_steps=2", "eval=none", "precision=fp32"]
+    cells |= {f"checkpointing-{on}": [*short, f"train.gradient_checkpointing={on}"] for on in ("true", "false")}
+    (faults,) = run_on_ranks(whole_runs, cells, str(folder), ("tracker=none",), folder=folder, ranks=1)
+    assert faults == {cell: [] for cell in cells}
+    return folder
+
+
+def test_hooks_do_not_change_the_training_curve(side_by_side: Path) -> None:
     """Dropout draws random numbers; an evaluation between two steps must not change which."""
-    curves = []
-    for name, hooks in (("without", "eval=none"), ("with", "eval=[loss,generate]")):
-        more = (
-            ()
-            if hooks == "eval=none"
-            else ("eval.loss.every=1", "eval.generate.every=2", "eval.generate.max_prompts=3")
-        )
-        words = ("train.max_steps=4", "tracker=none", "method.dropout=0.1", f"run.dir={tmp_path}/{name}", hooks, *more)
-        done = glmexp(*words, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        curves.append([line["train/loss"] for line in metrics(tmp_path / name) if "train/loss" in line])
-    assert curves[0] == curves[1]
+    without, with_hooks = (
+        [line["train/loss"] for line in metrics(side_by_side / f"hooks-{name}") if "train/loss" in line]
+        for name in ("without", "with")
+    )
+    assert without == with_hooks
+    assert len(without) == 4
+
+
+def test_accumulation_is_the_same_step(side_by_side: Path) -> None:
+    """Six rows of very different lengths: loss 1e-5, gradient norm 1e-4 relative, weights 1e-5 against 6 x 1."""
+    folders = [side_by_side / f"accumulation-{micro}" for micro in (6, 3, 2, 1)]
+    found = [(metrics(run)[0], load_file(run / "artifact" / "model.safetensors")) for run in folders]
+    (one, weights), *others = found
+    for other, other_weights in others:
+        assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
+        assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
+        # Adam's first step is the gradient's sign times the rate: an entry that is all rounding may turn.
+        turned = sum(int(((weights[n] - other_weights[n]).abs() > 1e-5).sum()) for n in weights)
+        assert turned <= 1e-4 * sum(tensor.numel() for tensor in weights.values())
+
+
+def test_checkpointing_trains_the_same_adapter(side_by_side: Path) -> None:
+    curves = {}
+    for checkpointing in ("true", "false"):
+        run = side_by_side / f"checkpointing-{checkpointing}"
+        curves[checkpointing] = [line["train/loss"] for line in metrics(run)]
+        adapter = load_file(run / "artifact" / "adapter_model.safetensors")
+        assert all(float(tensor.norm()) > 0 for name, tensor in adapter.items() if "lora_B" in name)
+    assert curves["true"] == pytest.approx(curves["false"], abs=1e-5)
 
 
 def test_an_artifact_acts_in_another_process_and_a_renamed_one_is_refused(tmp_path: Path) -> None:
@@ -90,39 +131,6 @@ def test_an_artifact_acts_in_another_process_and_a_renamed_one_is_refused(tmp_pa
     assert f"{len(tensors)} of its {len(tensors)} keys fit nothing in the model" in refused.stderr
     assert f"{len(tensors)} of the model's {len(tensors)} would stay at their start values" in refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-def test_accumulation_is_the_same_step(tmp_path: Path) -> None:
-    """Six rows of very different lengths: loss 1e-5, gradient norm 1e-4 relative, weights 1e-5 against 6 x 1."""
-    answers = [{"prompt": f"题{2**n}", "response": "答" * 2**n} for n in range(6)]
-    rows = _write(tmp_path / "six.jsonl", answers)
-    found = []
-    for micro, accum in ((6, 1), (3, 2), (2, 3), (1, 6)):
-        sizes = (f"train.micro_batch_size={micro}", f"train.grad_accum={accum}", "train.max_steps=1", "optim.lr=1e-3")
-        words = (*SHORT, "method=full", "data.shuffle=false", f"data.train_file={rows}", *sizes)
-        done = glmexp(*words, f"run.dir={tmp_path}/{micro}", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        run = tmp_path / str(micro)
-        found.append((metrics(run)[0], load_file(run / "artifact" / "model.safetensors")))
-    (one, weights), *others = found
-    for other, other_weights in others:
-        assert other["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
-        assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
-        # Adam's first step is the gradient's sign times the rate: an entry that is all rounding may turn.
-        turned = sum(int(((weights[n] - other_weights[n]).abs() > 1e-5).sum()) for n in weights)
-        assert turned <= 1e-4 * sum(tensor.numel() for tensor in weights.values())
-
-
-def test_checkpointing_trains_the_same_adapter(tmp_path: Path) -> None:
-    curves = {}
-    for checkpointing in ("true", "false"):
-        words = (*SHORT, f"train.gradient_checkpointing={checkpointing}", f"run.dir={tmp_path}/{checkpointing}")
-        done = glmexp(*words, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        curves[checkpointing] = [line["train/loss"] for line in metrics(tmp_path / checkpointing)]
-        adapter = load_file(tmp_path / checkpointing / "artifact" / "adapter_model.safetensors")
-        assert all(float(tensor.norm()) > 0 for name, tensor in adapter.items() if "lora_B" in name)
-    assert curves["true"] == pytest.approx(curves["false"], abs=1e-5)
 
 
 def test_a_planned_stop_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_path: Path) -> None:
