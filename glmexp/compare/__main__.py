@@ -23,7 +23,7 @@ docs/compare.md says more. Exit codes: 0; 2 where the command line or a folder i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         _compare(options)
     except UserError as error:
@@ -35,14 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """What the command line takes."""
+    made = argparse.ArgumentParser(
         prog="python -m glmexp.compare",
         description="Compare runs and sweeps by their folders alone.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("paths", nargs="+", type=Path, metavar="RUN_OR_SWEEP", help="a run folder, a sweep's, or one above such")
     add("--sort", metavar="KEY", help="a result, a config key or label; default: the held-out loss")
     add("--descending", action="store_true", help="largest first")
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--csv", type=Path, metavar="FILE", help="all columns and digits as CSV")
     add("--parquet", type=Path, metavar="FILE", help="the same as Parquet")
     add("--html", type=Path, metavar="FILE", help="one page with curves, heat map, answers; needs no network")
-    return parser
+    return made
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -88,7 +88,7 @@ def spans(path: Path) -> Iterator[Block]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         inside ^= line.lstrip().startswith("```")
         for text in () if inside else re.findall(r"(?<!`)`([^`]+)`(?!`)", line):
-            if text.startswith("python -m glmexp ") and "..." not in text:
+            if text.startswith(("python -m glmexp ", "python -m glmexp.compare ")) and "..." not in text:
                 yield Block(page, number, "bash", (), text.replace("\\|", "|"), fenced=False)
 
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from glmexp.compare import __main__ as comparison
 from glmexp.config.arguments import parse
 from glmexp.config.compose import Machine, request
 from glmexp.config.errors import UserError
@@ -44,6 +45,8 @@ def fault(words: list[str], gpus: int) -> str | None:
     if words[:2] == ["python", "-m"] and words[2] == "pytest":
         gone = [word for word in words if word.startswith("tests/") and not (ROOT / word.partition("::")[0]).exists()]
         return f"no such test: {gone[0]}" if gone else None
+    if words[:3] == ["python", "-m", "glmexp.compare"]:
+        return _compares(words[3:])
     if words[:2] == ["python", "-m"] and words[2].startswith(("glmexp.", "tests.")):
         file = ROOT / f"{words[2].replace('.', '/')}"
         return None if file.with_suffix(".py").exists() or (file / "__main__.py").exists() else f"no module {words[2]}"
@@ -75,6 +78,15 @@ def _composes(own: list[str], words: list[str], gpus: int) -> str | None:
         request(parse(own), Machine(max(gpus, 0), outside, cores=8))
     except UserError as error:
         return error.report()
+    return None
+
+
+def _compares(words: list[str]) -> str | None:
+    """The comparison's own parser takes the words; what it would compare need not be there yet."""
+    try:
+        comparison.parser().parse_args(words)
+    except SystemExit as ended:
+        return None if ended.code == 0 else f"glmexp.compare does not take {' '.join(words)}"
     return None
 
 
