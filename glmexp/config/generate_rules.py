@@ -84,6 +84,8 @@ def _chat(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     elif facts.ranks > 1 and config.placement.name == "single":
         yield Problem("launcher.nproc", f"a chat is one process, not {facts.ranks}", f"leave it out, or {way}")
+    if config.placement.name == "tensor_parallel":
+        yield Problem("placement.name", "tensor_parallel: a chat is one process", f"single or layers, or {way}")
 
 
 def without_effect(config: RunConfig, explicit: Collection[str]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.schema import RunConfig
-from glmexp.engine import distributed
+from glmexp.engine import distributed, kv_cache
 from glmexp.entry import serving
 from glmexp.entry.console import relative
 from glmexp.entry.measure import Asked, Cell, Side, copy_rate, measure, ours, transformers_generate, weights_read
@@ -47,7 +47,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
             "glmexp bench",
             {
                 **served.facts(),
-                "placement": f"{config.placement.name}, {distributed.world_size()} ranks",
+                "ranks": str(distributed.world_size()),
                 "sides": ", ".join(sides),
                 "device": _device_name(),
                 "device copy": f"{rate / 1e12:.3f} TB/s read and written, measured now: 100 % of bandwidth",
@@ -85,7 +85,7 @@ def _sides(config: RunConfig, served: Served) -> dict[str, Side]:
 
 def _check_window(config: RunConfig, served: Served) -> None:
     """Raise ConfigError where a prompt and its answer leave the network's positions."""
-    most = int(served.model.config.max_position_embeddings)
+    most = kv_cache.max_positions(served.model)
     longest = max(config.bench.prompt_lengths)
     if longest + config.bench.new_tokens > most:
         raise ConfigError(
@@ -135,14 +135,15 @@ def _record(cell: Cell, served: Served, rate: float) -> dict[str, Any]:
     record: dict[str, Any] = {"side": cell.side, "batch": cell.batch, "prompt": cell.prompt, "runs": len(cell.runs)}
     for name, field in _SPREAD.items():
         record[name], record[f"{name}_min"], record[f"{name}_max"] = cell.spread(field)
+    cache = served.cache
     slots = served.decoder.step.cache.slots if cell.side != PLAIN and served.decoder and served.decoder.step else None
-    # transformers caches all but the last token, whose states nothing asks for.
+    # transformers caches all but the last token, whose states nothing asks for, and no prefix of a ChatGLM.
     kept = slots or cell.prompt + last.steps - 1
-    record["kv_bytes_formula"] = cell.batch * kept * served.kv_bytes_a_token
+    record["kv_bytes_formula"] = cell.batch * kept * cache.token_bytes
     record["kv_bytes_measured"] = last.cache_bytes
     record["peak_bytes"] = cell.peak_bytes
     record["generated_tokens"] = last.tokens
-    read = weights_read(served.model) + cell.batch * (cell.prompt + last.steps / 2) * served.kv_bytes_a_token
+    read = weights_read(served.model) + cell.batch * (cell.prompt + last.steps / 2) * cache.token_bytes
     record["bytes_read_a_step"] = read
     record["of_bandwidth"] = read / record["tpot_s"] / rate
     return record

@@ -12,7 +12,7 @@ from glmexp.config.entries import GenerateSection
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.data.template import Message
 from glmexp.engine import kv_cache
-from glmexp.engine.decode import Choosing, Follower, decode
+from glmexp.engine.decode import Choosing, Follower
 from glmexp.entry.serving import Served
 from glmexp.model.renderer import Renderer
 from glmexp.model.streaming import HALF
@@ -92,9 +92,9 @@ class Speaker:
     """
 
     def __init__(self, served: Served, settings: GenerateSection, rows: int) -> None:
-        self.served, self.settings = served, settings
+        self.served, self.settings, self._rows = served, settings, rows
         self._choosing = Choosing(settings.temperature, settings.top_p, settings.top_k, settings.repetition_penalty)
-        self.cache = kv_cache.shape_of(served.model, served.dtype)
+        self.cache = served.cache
         self.cache_bytes = self.cache.bytes(rows, settings.max_length)
         self._check(rows)
         torch.manual_seed(settings.seed)
@@ -130,15 +130,14 @@ class Speaker:
         pads = [length - len(prompt.ids) for prompt in prompts]
         rows = [[template.pad_id] * pad + prompt.ids for pad, prompt in zip(pads, prompts, strict=True)]
         seen = [[0] * pad + [1] * (length - pad) for pad in pads]
-        new = decode(
-            self.served.model,
+        new = self.served.write(
             torch.tensor(rows, device=device),
             torch.tensor(seen, device=device),
             max_new_tokens=room,
-            stop_ids=template.stop_ids,
-            pad_id=template.pad_id,
             choosing=self._choosing,
             follower=follower,
+            length=self.settings.max_length,
+            rows=self._rows,
         )
         interrupted = follower is not None and follower.enough()
         return [self._answer(ids, room, interrupted) for ids in new.tolist()]

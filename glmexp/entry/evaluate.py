@@ -16,7 +16,7 @@ from glmexp.launcher.folder import write_json, write_status
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
-    """One rank of an evaluation; every rank holds the whole model. Returns the exit code."""
+    """One rank of an evaluation. Returns the exit code."""
     subject = serving.find(config)
     # Rows that no hook reads are not prepared.
     data = (
@@ -49,6 +49,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
             record=here.record,
             tracker=here.tracker,
             screen=here.screen,
+            served=served,
         )
         here.tracker.summary(evaluation.run(0, all_hooks=True))
         if here.screen.active:

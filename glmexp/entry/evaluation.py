@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from glmexp.entry.console import Screen
 from glmexp.eval.hook import EvalContext
 from glmexp.launcher import positions
 from glmexp.tracker.base import Tracker
+
+if TYPE_CHECKING:
+    from glmexp.entry.serving import Served
 
 Record = Callable[[int, dict[str, float]], None]
 
@@ -44,6 +47,8 @@ class Evaluation:
     record: Record
     tracker: Tracker
     screen: Screen
+    served: Served | None = None
+    """What answers, where nothing is trained; None: the network that is."""
     answers: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Generated answers by step, on rank 0, for the table at the end."""
     train_losses: list[float] = field(default_factory=list)
@@ -100,7 +105,8 @@ class Evaluation:
         ]
 
     def _context(self, step: int, answered: dict[Any, list[Any]]) -> EvalContext:
-        rank, ranks = distributed.rank(), distributed.world_size()
+        rank, ranks = self.served.lane if self.served else (distributed.rank(), distributed.world_size())
+        one = ranks < distributed.world_size()  # all ranks answer the same: nothing is added up
         return EvalContext(
             model=self.model,
             generate=self._generate,
@@ -112,8 +118,8 @@ class Evaluation:
             decode=self.renderer.answer,
             stop_ids=self.renderer.stop_ids,
             loss_sum=loss_sum,
-            sum_over_ranks=distributed.sum_over_ranks,
-            gather_to_first=distributed.gather_to_first,
+            sum_over_ranks=_as_it_is if one else distributed.sum_over_ranks,
+            gather_to_first=_on_first if one else distributed.gather_to_first,
             device=distributed.device(),
             rank=rank,
             step=step,
@@ -126,6 +132,9 @@ class Evaluation:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, max_new_tokens: int
     ) -> torch.Tensor:
         """Greedy: new ids (batch, new)."""
+        if self.served is not None:
+            rows = self.settings.batch_size
+            return self.served.write(input_ids, attention_mask, max_new_tokens=max_new_tokens, rows=rows)
         return decode(
             self.network,
             input_ids,
@@ -145,3 +154,11 @@ class Evaluation:
             (one["prompt"], one["expected"], one["generated"], two["generated"])
             for one, two in zip(before[:most], after[:most], strict=True)
         ]
+
+
+def _as_it_is(values: list[float]) -> list[float]:
+    return values
+
+
+def _on_first(value: Any) -> list[Any] | None:
+    return [value] if distributed.rank() == 0 else None

@@ -69,18 +69,22 @@ def write_row(file: TextIO, row: dict[str, Any]) -> None:
 
 def answer_file(config: RunConfig, subject: serving.Subject, output: Path) -> None:
     """Answer the prompts of a file; every rank its share, rank 0 writes them in the file's order."""
-    settings, rank, ranks = config.generate, distributed.rank(), distributed.world_size()
-    screen = Screen(active=rank == 0)
+    settings, first = config.generate, distributed.rank() == 0
+    screen = Screen(active=first)
     questions = _questions(config)
     prompts = all_fitted(subject.template, questions, settings)
     rows = min(settings.batch_size, len(prompts))
-    speaker = Speaker(serving.load(subject, config), settings, rows)
+    served = serving.load(subject, config)
+    rank, ranks = served.lane
+    speaker = Speaker(served, settings, rows)
     screen.facts("glmexp generate", {**speaker.facts(rows), "prompts": f"{len(prompts)} of {settings.prompts_file}"})
     cut = sum(prompt.dropped > 0 for prompt in prompts)
     if cut:
         screen.lines([f"{cut} conversations without their oldest turns, to fit into max_length: see dropped_turns"])
     batches = batched(prompts, settings)[rank::ranks]
     part = output if ranks == 1 else output.with_name(f"{output.name}.rank{rank}")
+    if ranks == 1 and not first:  # ranks that share one network answer the same
+        part = Path(os.devnull)
     done = 0
     with part.open("w", encoding="utf-8") as file:
         for number, places in enumerate(batches, start=1):

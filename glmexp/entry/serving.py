@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.schema import ModelSection, RunConfig
-from glmexp.engine import distributed
+from glmexp.engine import distributed, kv_cache
 from glmexp.engine.build import DTYPES
+from glmexp.engine.decode import GREEDY, Choosing, Follower, decode
+from glmexp.engine.kv_cache import CacheShape
 from glmexp.entry import artifact, placement, sources
 from glmexp.entry.console import relative
 from glmexp.entry.sources import Source
-from glmexp.model import tensor_parallel
 from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.decoder import Decoder
 from glmexp.model.renderer import Renderer, renderer
@@ -102,14 +103,58 @@ class Served:
         return getattr(self.model.config, "pre_seq_len", None) or 0
 
     @property
-    def kv_bytes_a_token(self) -> int:
-        """Keys and values of one token on one rank."""
-        config: Any = self.model.config
-        _, groups = tensor_parallel.heads_of(config)
-        width = getattr(config, "head_size", None) or getattr(config, "head_dim", None)
-        width = width or config.hidden_size // config.num_attention_heads
+    def cache(self) -> CacheShape:
+        """Keys and values of one token on one rank; a ChatGLM's prefix lies in the decoder's cache as PEFT's does."""
+        shape = kv_cache.shape_of(self.model, self.dtype)
+        if self.decoder is not None:
+            shape = replace(shape, virtual_tokens=shape.virtual_tokens + self.virtual_tokens)
         shared = distributed.world_size() if self.placement == "tensor_parallel" else 1
-        return 2 * config.num_hidden_layers * (groups // shared) * width * self.dtype.itemsize
+        return replace(shape, groups=shape.groups // shared)
+
+    @property
+    def lane(self) -> tuple[int, int]:
+        """(number, count) of those among whom rows are shared out: under tensor_parallel all ranks answer the same."""
+        if self.placement == "tensor_parallel":
+            return 0, 1
+        return distributed.rank(), distributed.world_size()
+
+    def write(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        max_new_tokens: int,
+        choosing: Choosing = GREEDY,
+        follower: Follower | None = None,
+        length: int | None = None,
+        rows: int | None = None,
+    ) -> Tensor:
+        """New ids (batch, new): see ``engine.decode``. ``length``: tokens of prompt and answer that a row's cache has
+        room for; ``rows``: prompts of the largest batch; with both the decoder records nothing anew.
+        """
+        template = self.template
+        if self.decoder is None:
+            return decode(
+                self.model,
+                input_ids,
+                attention_mask,
+                max_new_tokens=max_new_tokens,
+                stop_ids=template.stop_ids,
+                pad_id=template.pad_id,
+                choosing=choosing,
+                follower=follower,
+            )
+        return self.decoder.generate(
+            input_ids,
+            attention_mask,
+            max_new_tokens,
+            template.stop_ids,
+            template.pad_id,
+            choosing,
+            slots=None if length is None else length + self.virtual_tokens,
+            rows=rows,
+            on_tokens=None if follower is None else lambda ids: _told(follower, ids),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +167,13 @@ class Served:
         return {
             "model": f"{section.name} ({section.family}) in {str(self.dtype).removeprefix('torch.')}",
             "artifact": self.subject.words,
+            "placement": f"{self.placement}, decoding: {'plain' if self.decoder is None else self.decoder.way}",
         }
+
+
+def _told(follower: Follower, ids: list[int]) -> bool:
+    follower.tokens(ids)
+    return follower.enough()
 
 
 def load(subject: Subject, config: RunConfig) -> Served:
