@@ -23,6 +23,7 @@ from glmexp.data.prepare import Prepared
 from glmexp.engine import distributed, per_rank
 from glmexp.engine.checkpoint import Found
 from glmexp.engine.out_of_memory import explained
+from glmexp.engine.perf import Stopwatch
 from glmexp.engine.stop import StopPoint
 from glmexp.engine.trainer import MicroBatches, Steps, StepTrainer, arguments
 from glmexp.entry import gate, proof, resume, speed, training
@@ -82,6 +83,7 @@ class _Life(TrainerCallback):
     found: Found | None
     ds_config: dict[str, Any]
     stop: StopPoint
+    watch: Stopwatch
     bar: Any = None
     trainer: StepTrainer = field(init=False)
     engine: Any = field(default=None, init=False)
@@ -118,7 +120,6 @@ class _Life(TrainerCallback):
         inputs = training.inputs(config, self.template)
         positions.at("leak gate")
         here.screen.lines([gate.check(self.engine, config, self.plan, self.batches, self.template, inputs)])
-        watch = speed.stopwatch(here)
         steps = Steps(
             engine=self.engine,
             steps=(),
@@ -132,7 +133,7 @@ class _Life(TrainerCallback):
             notice=lambda line: here.screen.lines([line]),
             guard=lambda phase: explained(phase, config, lambda: self.engine.module),
             speed=speed.measured(here, self.engine.module),
-            watch=watch,
+            watch=self.watch,
             scheduler=self.trainer.lr_scheduler,
         )
         with explained("evaluation", config, lambda: self.engine.module):
@@ -153,7 +154,7 @@ class _Life(TrainerCallback):
         step = state.global_step
         reason = None if step == self.total else self.trainer.steps.reason
         if reason is None and step < self.total and self.evaluation.due(step):
-            with explained("evaluation", self.here.config, lambda: self.engine.module):
+            with self.watch.phase("eval"), explained("evaluation", self.here.config, lambda: self.engine.module):
                 self.evaluation.run(step, all_hooks=False)
             reason = self.stop.reason(step, distributed.sum_over_ranks(self.stop.flags()))
         if reason is not None:
@@ -183,7 +184,7 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
     ds_config = lower(config, distributed.world_size())
     ear = listener()
     stop = StopPoint(train.stop_after, train.stop_after_s, lambda: ear is not None and ear.agreed, here.began)
-    life = _Life(here, template, data, batches, plan, total, found, ds_config, stop)
+    life = _Life(here, template, data, batches, plan, total, found, ds_config, stop, speed.stopwatch(here))
 
     positions.at("building the model")
     with explained("loading the model", config, lambda: None):
@@ -197,7 +198,7 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
             [life, *callbacks],
             life.on_engine,
         )
-    with here.screen.progress(total, life.done) as life.bar:
+    with here.screen.progress(total, life.done) as life.bar, speed.closing(life.watch, here):
         life.trainer.train(resume_from_checkpoint=None if found is None else str(found.folder))
         training.phase("end")
     last = life.trainer.state.global_step
