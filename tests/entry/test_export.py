@@ -18,6 +18,7 @@ from glmexp.config import load as files
 from glmexp.config.compose import run_config
 from glmexp.config.errors import ArtifactError, ConfigError
 from glmexp.config.families import FAMILIES
+from glmexp.config.schema import RunConfig
 from glmexp.engine import gather
 from glmexp.engine.build import DTYPES, trainable
 from glmexp.entry import artifact, evaluate, export, verify
@@ -29,17 +30,23 @@ from tests.engine.cells import configure
 def trained(folder: Path, *words: str) -> Path:
     """An artifact of a model whose trained parameters were moved by chance: no engine, one process, milliseconds."""
     config = configure(*words)
+    model = moved(config)
+    folder.mkdir(parents=True)
+    files.write(config, folder / "config.yaml")
+    engine: Any = SimpleNamespace(module=model)
+    artifact.write(engine, config, config.method, load_tokenizer(config.model), folder)
+    return folder
+
+
+def moved(config: RunConfig) -> Any:
+    """The live model of ``trained``, the same each time."""
     torch.manual_seed(1)
     network = load_network(config.model, DTYPES[config.precision.dtype])
     model = config.method.apply(network, FAMILIES[config.model.family]).eval()
     with torch.no_grad():
         for _, parameter in trainable(model):
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    folder.mkdir(parents=True)
-    files.write(config, folder / "config.yaml")
-    engine: Any = SimpleNamespace(module=model)
-    artifact.write(engine, config, config.method, load_tokenizer(config.model), folder)
-    return folder
+    return model
 
 
 def exported(run: Path, out: Path, *words: str) -> tuple[Path, dict[str, Any]]:
