@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test matrix kill check setup clean
+.PHONY: demo test matrix kill check experiments-smoke setup clean
 
 setup: .venv/.complete
 
@@ -26,6 +26,9 @@ matrix: setup ## every method x model x ZeRO stage on two ranks
 
 kill: setup ## forty kill -9, each taken up again (an hour)
 	$(BIN)/python -m pytest -m kill -s tests/entry/test_resume.py
+
+experiments-smoke: setup ## every study of experiments/, two steps a trial, on a CPU (a quarter of an hour)
+	$(BIN)/python experiments/studies.py smoke
 
 check: setup ## style, types, import rule
 	$(BIN)/ruff check .

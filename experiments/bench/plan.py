@@ -29,7 +29,7 @@ from typing import Any
 
 import plan_probe
 from machine import setting
-from plan_cases import CASES, LEARNED, TWO_GPUS, Case
+from plan_cases import LEARNED, SETS, TWO_GPUS, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 LANES, ROOM_GIB = 4, 132
@@ -59,12 +59,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for data, runs and logs")
     parser.add_argument("--out", type=Path, required=True, help="result lines are appended")
     parser.add_argument("--only", default="", help="names that match this regular expression")
+    parser.add_argument("--cases", choices=list(SETS), default="plan", help="which of them, on one GPU")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--small", action="store_true", help="two narrow layers: a rehearsal on a CPU")
     parser.add_argument("--limit-s", type=float, default=330, help="no configuration begins after that")
     parser.add_argument("--data-only", action="store_true", help="write the rows and end: needs no GPU")
     asked = parser.parse_args()
-    cases = [case for case in (CASES if asked.ranks == 1 else TWO_GPUS) if re.search(asked.only, case.name)]
+    known = SETS[asked.cases] if asked.ranks == 1 else TWO_GPUS
+    cases = [case for case in known if re.search(asked.only, case.name)]
     cases = [case.as_small() for case in cases] if asked.small else cases
     work = asked.work.resolve()
     for folder in ("runs", "logs", "results"):
@@ -307,7 +309,8 @@ def _become(case: Case, words: list[str], result: Path, log: Path, ready: int, g
 def _child(job: dict[str, Any]) -> None:
     """The same in a process of its own."""
     sys.path.insert(0, str(ROOT))
-    case = next(case for case in (TWO_GPUS if job["two"] else CASES) if case.name == job["case"])
+    known = TWO_GPUS if job["two"] else [case for cases in SETS.values() for case in cases]
+    case = next(case for case in known if case.name == job["case"])
     case = case.as_small() if job["small"] else case
     _become(case, job["words"], Path(job["result"]), Path(job["log"]), job["ready"], job["go"], job["env"])
 

@@ -45,7 +45,8 @@ class Case:
             "launcher=inprocess" if ranks == 1 else "launcher=env",
         ]  # fmt: skip
         if self.small:
-            words += [word for word in SMALL if self.model == "chatglm3" or "head_size" not in word]
+            foreign = {"chatglm": ("head_size", "num_key_value_heads"), "qwen2": ("head_size",)}.get(self.model, ())
+            words += [word for word in SMALL if word.partition("=")[0].removeprefix("model.sizes.") not in foreign]
         return [word for word in words if word.partition("=")[0] not in own] + list(self.overrides)
 
     def as_small(self) -> Case:
@@ -142,3 +143,21 @@ TWO_GPUS = [
     _case("chatglm3-28-2048-full-s3-ckpt", f"method=full zero=stage3 train.micro_batch_size=2 {CKPT}", 0),
     _case("qwen2-28-2048-lora-s3-ckpt", f"method=lora zero=stage3 train.micro_batch_size=2 {CKPT}", 0),
 ]
+STUDIES = [
+    *(
+        _case(f"{model}-28-2048-lora-s2-ckpt", f"method=lora train.micro_batch_size=4 {CKPT}", 34)
+        for model in ("chatglm", "chatglm2", "chatglm3", "qwen2")
+    ),
+    *(
+        _case(
+            f"chatglm3-4-2048-full-s3-{offload}-ckpt",
+            f"method=full zero=stage3 offload={offload} offload.adam=torch train.micro_batch_size=2 {CKPT}",
+            40,
+            alone=True,
+            steps=4,
+        )
+        for offload in ("optimizer", "all")
+    ),
+]
+"""Rows of experiments/true_size.yaml and of experiments/offload_true_shapes.yaml that are not among the above."""
+SETS = {"plan": CASES, "studies": STUDIES}
