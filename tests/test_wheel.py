@@ -64,12 +64,13 @@ def test_wheel_has_every_file_that_is_not_code(wheel: Path) -> None:
     conf = {f"glmexp/conf/{path.relative_to(conf_folder())}" for path in conf_folder().glob("**/*.yaml")}
     conf |= {f"glmexp/conf/experiments/{path.name}" for path in (ROOT / "experiments").glob("*.yaml")}
     package = ROOT / "glmexp"
-    code = {f"glmexp/{path.relative_to(package)}" for path in package.glob("**/*.py") if "conf" not in path.parts}
-    tiny = {f"glmexp/{path.relative_to(package)}" for path in (package / "model/tiny").glob("**/*.*")}
-    shipped = {path for path in tiny if "__pycache__" not in path}
+    files = [
+        path.relative_to(package) for path in package.glob("**/*.*") if path.is_file() and "conf" not in path.parts
+    ]
+    shipped = {f"glmexp/{path}" for path in files if "__pycache__" not in path.parts}
     assert len(conf) > 60
-    assert len(shipped) > 25
-    assert sorted((conf | code | shipped | {"glmexp/py.typed", "glmexp/data/demo/train.jsonl"}) - names) == []
+    assert len(shipped) > 150
+    assert sorted((conf | shipped) - names) == []
     assert not [
         name for name in names if name.split("/")[0] not in ("glmexp", wheel.name.partition("-py3")[0] + ".dist-info")
     ]
