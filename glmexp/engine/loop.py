@@ -220,6 +220,9 @@ class Loop:
 
     def _metrics(self, step: int, loss: float, grad_norm: float, size: StepSize, seconds: Metrics) -> Metrics:
         step_s = seconds.pop("step")
+        memory = {"process_bytes": float(host.process_bytes())}
+        if torch.cuda.is_available():
+            memory["device_bytes"] = float(torch.cuda.memory_allocated())
         metrics = {
             "train/loss": loss,
             "train/grad_norm": grad_norm,
@@ -230,13 +233,11 @@ class Loop:
             "perf/supervised_tokens_per_s": size.supervised_tokens / step_s,
             "perf/samples_per_s": size.rows / step_s,
             "data/padding_share": 1 - size.tokens / size.places,
-            "mem/peak_bytes": self.per_rank.gather(step, peak_memory_bytes()),
+            "mem/peak_bytes": self.per_rank.gather(step, peak_memory_bytes(), memory),
             "mem/host_used_bytes": float(host.used_bytes()),
-            "mem/process_bytes": float(host.process_bytes()),
         }
+        metrics |= {f"mem/{name}": value for name, value in memory.items()}
         metrics |= {f"perf/{phase}_s": spent for phase, spent in seconds.items()}
-        if torch.cuda.is_available():
-            metrics["mem/device_bytes"] = float(torch.cuda.memory_allocated())
         if self.speed is not None:
             metrics |= self.speed.metrics(size.operations, step_s, distributed.world_size())
         if self.engine.fp16_enabled():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from glmexp.engine import distributed
@@ -40,11 +40,15 @@ class PerRank:
         self._steps += 1
         self._sums = [total + one for total, one in zip(self._sums, (tokens, step_s, own_s), strict=True)]
 
-    def gather(self, step: int, peak_bytes: int) -> float:
-        """Means over the steps since the last call, from all ranks; the highest peak of memory in bytes."""
+    def gather(self, step: int, peak_bytes: int, now: Mapping[str, float] | None = None) -> float:
+        """Means over the steps since the last call, from all ranks; the highest peak of memory in bytes.
+
+        now: further columns, which are kept and not judged: what they are at this moment.
+        """
         means = [total / max(1, self._steps) for total in self._sums]
-        rows = distributed.all_rows([float(peak_bytes), *means])
-        columns = {name: [row[number] for row in rows] for number, name in enumerate(NAMES)}
+        now = now or {}
+        rows = distributed.all_rows([float(peak_bytes), *means, *now.values()])
+        columns = {name: [row[number] for row in rows] for number, name in enumerate((*NAMES, *now))}
         if len(rows) > 1:
             self.record(step, columns)
             self._judge(step, columns)
@@ -60,7 +64,7 @@ class PerRank:
         if self._window_steps < MEASURED_STEPS:
             return
         means = {name: [total / self._window_steps for total in totals] for name, totals in self._window.items()}
-        for line in self._spreads(step, {"peak_bytes": columns["peak_bytes"], **means}):
+        for line in self._spreads(step, {NAMES[0]: columns[NAMES[0]], **means}):
             self.say(line)
         self._window, self._window_steps = {}, 0
 

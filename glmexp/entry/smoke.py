@@ -21,7 +21,7 @@ from glmexp.config.errors import ArtifactError, VerdictError
 from glmexp.config.schema import RunConfig
 from glmexp.data.loader import Batches
 from glmexp.data.prepare import Prepared, prepare
-from glmexp.engine import build, checkpoint, distributed, states
+from glmexp.engine import build, checkpoint, distributed, per_rank, states
 from glmexp.engine.checkpoint import CheckpointError, Found, NonFiniteState
 from glmexp.engine.checkpoint_files import Pieces, step_name
 from glmexp.engine.loop import Loop, NonFiniteError
@@ -167,9 +167,10 @@ def _judge(
             faults = proof.read_faults(here.folder)
     lines = read_metrics(here.folder / "metrics.jsonl") if (here.folder / "metrics.jsonl").exists() else {}
     steps = {step: line for step, line in lines.items() if "train/loss" in line}
+    ranks: Any = read_metrics(here.folder / per_rank.FILE) if (here.folder / per_rank.FILE).exists() else {}
     exact = distributed.device().type == "cpu" or here.config.train.deterministic
     gates = [
-        *smoke_gates.of_training(steps, failure),
+        *smoke_gates.of_training(steps, failure, ranks),
         smoke_gates.continues(steps, continued, exact),
         smoke_gates.proves(faults),
     ]

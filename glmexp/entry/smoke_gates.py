@@ -9,6 +9,8 @@ from statistics import fmean, median
 
 Steps = Mapping[int, Mapping[str, float]]
 """Optimizer step -> its line of metrics.jsonl."""
+Ranks = Mapping[int, Mapping[str, list[float]]]
+"""Optimizer step -> its line of ranks.jsonl: one value a rank."""
 
 MEMORY_SHARE, MEMORY_BYTES = 0.01, 32 * 2**20
 """A process or device may grow by the larger of the two in the last half of the steps: allocators round."""
@@ -71,28 +73,41 @@ def falling(steps: Steps) -> Gate:
     )
 
 
-def flat_memory(steps: Steps) -> list[Gate]:
-    """The process, and on a GPU its tensors, do not grow in the last half."""
+def flat_memory(steps: Steps, ranks: Ranks) -> list[Gate]:
+    """No rank's process, and on a GPU its tensors, grow in the last half; the rank that grows most is told."""
     found = []
-    for key, name in (("mem/process_bytes", "memory of the process"), ("mem/device_bytes", "memory of the GPU")):
-        # Not the last step: the checkpoint before it has taken its copy of the state by then.
-        values = [line[key] for line in [*steps.values()][:-1] if key in line]
-        half = values[len(values) // 2 :]
-        if not half or not all(half):
-            continue  # no GPU, or no Linux
-        few = max(1, len(half) // 5)
-        begin, end = median(half[:few]), median(half[-few:])
-        allowed = max(MEMORY_SHARE * begin, MEMORY_BYTES)
+    for key, name in (("process_bytes", "memory of the process"), ("device_bytes", "memory of the GPU")):
+        growths = []
+        for rank, values in enumerate(_by_rank(steps, ranks, key)):
+            # Not the last step: the checkpoint before it has taken its copy of the state by then.
+            half = values[:-1][(len(values) - 1) // 2 :]
+            if half and all(half):  # else no GPU, or no Linux
+                few = max(1, len(half) // 5)
+                begin, end = median(half[:few]), median(half[-few:])
+                allowed = max(MEMORY_SHARE * begin, MEMORY_BYTES)
+                growths.append((end - begin - allowed, rank, end, end - begin, allowed, len(half)))
+        if not growths:
+            continue
+        beyond, rank, end, more, allowed, count = max(growths)
         found.append(
             Gate(
                 f"{name} is flat",
-                end - begin <= allowed,
-                f"{_mib(end - begin)} more over the last {len(half)} steps, {_mib(end)} in all",
+                beyond <= 0,
+                f"{_mib(more)} more over the last {count} steps, {_mib(end)} in all"
+                + (f" (rank {rank})" if len(growths) > 1 else ""),
                 f"{_mib(allowed)} more",
                 "something is kept from step to step: a loss without .detach(), a list in a plugin, a callback",
             )
         )
     return found
+
+
+def _by_rank(steps: Steps, ranks: Ranks, key: str) -> list[list[float]]:
+    """A rank's values over the steps; one rank alone has them in its metrics."""
+    if ranks:
+        rows = [line[key] for line in ranks.values() if key in line]
+        return [list(column) for column in zip(*rows, strict=True)]
+    return [[line[f"mem/{key}"] for line in steps.values() if f"mem/{key}" in line]]
 
 
 def data_wait(steps: Steps) -> Gate:
@@ -157,12 +172,21 @@ def proves(faults: list[str] | None) -> Gate:
     )
 
 
-def of_training(steps: Steps, failure: str | None) -> list[Gate]:
-    """The gates that look at the steps alone; those that need a half of them are left out where there are too few."""
+def of_training(steps: Steps, failure: str | None, ranks: Ranks | None = None) -> list[Gate]:
+    """The gates that look at the steps alone; those that need a half of them are left out where there are too few.
+
+    ranks: nothing where there is one.
+    """
     if len(steps) < 4:
         assert failure is not None, "the rules ask for more steps"
         return [finite(steps, failure)]
-    return [finite(steps, failure), falling(steps), *flat_memory(steps), data_wait(steps), step_time(steps)]
+    return [
+        finite(steps, failure),
+        falling(steps),
+        *flat_memory(steps, ranks or {}),
+        data_wait(steps),
+        step_time(steps),
+    ]
 
 
 def _losses(steps: Steps) -> list[float]:

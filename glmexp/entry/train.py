@@ -48,7 +48,8 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     keeper = resume.begin(here, engine, plan, data, template, start, evaluation)
     done = keeper.done
     training.begun(here, engine, ds_config, data, batches, training.facts(here, engine, plan, total, done))
-    if done < total and (config.train.save_steps or config.train.stop_after or config.train.stop_after_s):
+    saves = config.train.save_steps or config.train.stop_after or config.train.stop_after_s
+    if saves and done < total and config.entry.name == "train":  # entry=smoke asks whether the process grows
         keeper.saver.prepare()
     positions.at("leak gate")
     here.screen.lines([gate.check(engine, config, plan, batches, template, training.inputs(config, template))])

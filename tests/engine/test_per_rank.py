@@ -61,5 +61,5 @@ def test_one_rank_alone_says_and_keeps_nothing() -> None:
     per_rank = PerRank(recorded.__setitem__, said.append)
     for step in range(1, 50):
         per_rank.add(tokens=1, step_s=1.0, own_s=1.0)
-        assert per_rank.gather(step, peak_bytes=7) == 7
+        assert per_rank.gather(step, 7, {"process_bytes": 9.0}) == 7
     assert (recorded, said) == ({}, [])

@@ -65,6 +65,15 @@ def test_each_gate_fails_by_itself(changes: dict[str, Any], gate: str) -> None:
     assert _failed(smoke_gates.of_training(_steps(**changes), None)) == [gate]
 
 
+def test_a_leak_on_another_rank_is_found_beside_a_larger_one_that_is_flat() -> None:
+    ranks = {step: {"process_bytes": [9000.0 * MIB, (500.0 + 5 * step) * MIB, 400.0 * MIB]} for step in range(1, 21)}
+    gates = smoke_gates.of_training(_steps(), None, ranks)
+    assert _failed(gates) == ["memory of the process is flat"]
+    assert gates[2].measured == "40.0 MiB more over the last 10 steps, 592.5 MiB in all (rank 1)"
+    flat = {step: {"process_bytes": [9000.0 * MIB, 500.0 * MIB]} for step in range(1, 21)}
+    assert _failed(smoke_gates.of_training(_steps(mem_process_bytes=lambda step: 9e9 * step), None, flat)) == []
+
+
 def test_growth_at_the_allowed_edge_passes() -> None:
     """32 MiB for a small process, 1 % for a large one; what comes with the last checkpoint is no leak."""
     small = _steps(mem_process_bytes=lambda step: (500 + 3 * step) * MIB)
