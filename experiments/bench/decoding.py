@@ -10,7 +10,8 @@ One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; s
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
 coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots in place of flash decoding. ``error``: two
 layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
-float32, relative to those of transformers' generate in bf16 (1.2 is allowed). ``sums``: 56 sums of a token's hidden states, NCCL's and the one-shot kernel of symmetric memory.
+float32, relative to those of transformers' generate in bf16 (1.2 is allowed). ``sums``: 56 sums of a token's hidden
+states, NCCL's and the one-shot kernel of symmetric memory.
 ``--small``: narrow layers on the CPU, for a rehearsal.
 """
 
