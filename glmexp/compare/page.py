@@ -15,9 +15,10 @@ from importlib import resources
 from typing import Any
 
 from glmexp.compare.pairs import Difference, read_lines
-from glmexp.compare.runs import LOSS, Run, trained_s, trained_tokens
+from glmexp.compare.runs import Run
 from glmexp.compare.table import LOWER_IS_BETTER, Table
 from glmexp.config.errors import DataError, Problem
+from glmexp.tracker.outcome import LOSS, trained_s, trained_tokens
 
 POINTS = 200
 """Points of a curve: longer ones are thinned out, first and last kept."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +14,10 @@ from glmexp.config.load import flatten
 from glmexp.launcher import failures, folder, trials
 from glmexp.launcher.unfinished import LOCK
 from glmexp.tracker.metrics_file import read_metrics
+from glmexp.tracker.outcome import outcome
 
 METRICS = "metrics.jsonl"
 RUNNING, UNFINISHED = "running", "unfinished"
-LOSS = "eval/loss/loss"
 _DEPTH = 2
 """Folders below a named one in which runs are looked for: ``outputs`` holds ``<name>/<time>``."""
 Metrics = dict[int, dict[str, float]]
@@ -181,61 +179,13 @@ def _results(
     metrics: Metrics, model: dict[str, Any], status: dict[str, Any], environment: dict[str, Any]
 ) -> dict[str, float]:
     """What came out, in the order of the columns."""
-    last: dict[str, float] = {}
-    for values in metrics.values():
-        last |= values
-    results: dict[str, float] = {}
-    losses = {step: values[LOSS] for step, values in metrics.items() if LOSS in values}
-    if losses:
-        finite = {step: loss for step, loss in losses.items() if math.isfinite(loss)}
-        results[LOSS] = last[LOSS]
-        if finite:
-            step = min(finite, key=lambda one: (finite[one], one))
-            results |= {"best/loss": finite[step], "best/step": float(step)}
-    results |= {name: value for name, value in last.items() if name.startswith("eval/") and name != LOSS}
-    results |= {name: last[name] for name in ("train/loss",) if name in last}
-    for name in ("perf/tokens_per_s", "perf/mfu"):
-        # The first step compiles and allocates; the median is what a long run would have.
-        speeds = [one[name] for one in metrics.values() if name in one]
-        if speeds:
-            results[name] = statistics.median(speeds[1:] or speeds)
-    peaks = [values["mem/peak_bytes"] for values in metrics.values() if "mem/peak_bytes" in values]
-    if peaks:
-        results["mem/peak_bytes"] = max(peaks)
-    trained = trained_s(metrics)
-    if trained:
-        results["time/train_s"] = list(trained.values())[-1]
+    results = outcome(metrics)
     wall = _wall_s(environment, status)
     if wall is not None:
         results["time/wall_s"] = wall
     if "trainable_parameters" in model:
         results["model/trainable_parameters"] = float(model["trainable_parameters"])
-    if metrics:
-        results["train/steps"] = float(max(metrics))
     return results
-
-
-def trained_s(metrics: Metrics) -> dict[int, float]:
-    """Logged step -> seconds of training steps up to it. With ``train.log_steps`` above 1, the steps between two lines
-    count as the second one; evaluation and saving do not count.
-    """
-    return _cumulated(metrics, lambda values: values["perf/step_s"])
-
-
-def trained_tokens(metrics: Metrics) -> dict[int, float]:
-    """The same in tokens of all ranks, padding not counted."""
-    return _cumulated(metrics, lambda values: values["perf/step_s"] * values["perf/tokens_per_s"])
-
-
-def _cumulated(metrics: Metrics, of_step: Callable[[dict[str, float]], float]) -> dict[int, float]:
-    total, before = 0.0, 0
-    sums: dict[int, float] = {}
-    for step, values in metrics.items():
-        if "perf/step_s" in values and "perf/tokens_per_s" in values:
-            total += of_step(values) * (step - before)
-            before = step
-            sums[step] = total
-    return sums
 
 
 def _wall_s(environment: dict[str, Any], status: dict[str, Any]) -> float | None:

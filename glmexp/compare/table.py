@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from glmexp.compare.runs import LOSS, Run
+from glmexp.compare.runs import Run
 from glmexp.compare.statistics import Spread, spread
 from glmexp.compare.where import as_text, column, matches, parse
 from glmexp.launcher.trials import FINISHED
+from glmexp.tracker.outcome import LOSS
 
 SEED = "train.seed"
 _ELSEWHERE = ("run", "tracker", "sweep", "slurm", "inspect", "doctor", "parity", "smoke")

@@ -51,9 +51,9 @@ def run(config: RunConfig, run_folder: Path) -> int:
             screen=here.screen,
             served=served,
         )
-        here.tracker.summary(evaluation.run(0, all_hooks=True))
+        evaluation.run(0, all_hooks=True)
         if here.screen.active:
-            lines = here.tracker.finish("finished")
+            lines = here.close_tracker("finished")
             write_status(run_folder, "finished")
             here.screen.lines([f"everything lies in {relative(run_folder)}: metrics.jsonl, samples/", *lines])
     return 0

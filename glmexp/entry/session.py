@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.engine.build import quiet_deepspeed
 from glmexp.entry.console import Screen
-from glmexp.launcher import positions, rendezvous, stopping
-from glmexp.launcher.folder import write_status
+from glmexp.launcher import positions, rendezvous, stopping, trials
+from glmexp.launcher.folder import MODEL, write_status
 from glmexp.launcher.unfinished import WAIT_S, Lock
-from glmexp.tracker.base import Guard, NoTracker, RunInfo
-from glmexp.tracker.metrics_file import MetricsFile
+from glmexp.tracker.base import Guard, NoTracker, RunInfo, Status
+from glmexp.tracker.metrics_file import MetricsFile, read_metrics
+from glmexp.tracker.outcome import outcome
 
 
 @dataclass
@@ -46,9 +48,25 @@ class Session:
     def start_tracker(self) -> None:
         """Open the tracker's run."""
         config = self.config
-        group = getattr(config.tracker, "group", None)
-        info = RunInfo(name=config.run.name, folder=self.folder, config=redacted(dump(config)), group=group)
+        trial = trials.of_run(self.folder)
+        info = RunInfo(
+            name=config.run.name if trial is None else trial.name,
+            folder=self.folder,
+            config=redacted(dump(config)),
+            group=getattr(config.tracker, "group", None),
+            job_type=config.entry.name,
+            tags=(config.model.name, config.method.name, f"stage{config.zero.stage}", config.precision.dtype),
+        )
         self.screen.lines(self.tracker.start(info))
+
+    def close_tracker(self, status: Status) -> list[str]:
+        """End the tracker's run, with what came of it beside its name; lines for the terminal. Rank 0's."""
+        assert self.metrics is not None, "only rank 0 tracks"
+        file, model = self.metrics.path, self.folder / MODEL
+        found = outcome(read_metrics(file)) if file.exists() else {}
+        sizes = json.loads(model.read_text(encoding="utf-8")) if model.exists() else {}
+        self.tracker.summary({**found, **{f"model/{name}": size for name, size in sizes.items()}, "state": status})
+        return self.tracker.finish(status)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the tracker."""

@@ -66,7 +66,6 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     checkpoint.check_finite(engine, total)  # no later loss would show what the last step has spoiled
     keeper.judge(total, final)
     keeper.saver.close()
-    here.tracker.summary(final)
     return training.finished(here, engine, template, data, start, evaluation, done, total)
 
 

@@ -207,7 +207,7 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
     if last < total:
         here.screen.lines([f"a callback ended training after step {last} of {total}"])
     with explained("evaluation", config, lambda: life.engine.module):
-        here.tracker.summary(life.evaluation.run(last, all_hooks=True))
+        life.evaluation.run(last, all_hooks=True)
     return training.finished(here, life.engine, template, data, life.start, life.evaluation, life.done, last)
 
 

@@ -143,7 +143,6 @@ def begun(
         write_json(here.folder / "data.json", data.record())
         write_json(here.folder / MODEL, sizes)
         here.start_tracker()
-        here.tracker.summary(sizes)
         here.screen.lines([*data.report, *batches.report()])
         here.screen.facts(f"glmexp {here.config.run.name}", facts)
 
@@ -151,7 +150,7 @@ def begun(
 def stopped(here: Session, step: int, reason: str, by_signal: bool) -> Stopped:
     """Everything is on the disk before the first rank ends: a launcher ends the others then. Collective."""
     if here.screen.active:
-        lines = here.tracker.finish("stopped")
+        lines = here.close_tracker("stopped")
         write_status(here.folder, "stopped", steps=step, reason=reason)
         where = relative(here.folder)
         entry = "" if here.config.entry.name == "train" else f"entry={here.config.entry.name} "
@@ -244,7 +243,8 @@ def _prove_and_close(here: Session, end: Finished) -> None:
             f"model's logits to {result['logits_difference']:.2g} (allowed {result['logits_allowed']:.2g})",
         ]
     )
-    tracker_lines = here.tracker.finish("finished")
+    here.tracker.artifact(here.folder / artifact.FOLDER)
+    tracker_lines = here.close_tracker("finished")
     write_status(here.folder, "finished", steps=end.last, peak_bytes=peak_memory_bytes())
     where = relative(here.folder)
     here.screen.lines(

@@ -109,6 +109,15 @@ def read(root: Path) -> SweepState | None:
         raise ConfigError(Problem(str(file), f"is no record of a sweep: {error}", "choose another folder")) from error
 
 
+def of_run(run_folder: Path) -> Trial | None:
+    """The trial whose run folder this is; None of a run outside of a sweep."""
+    if not (run_folder.parent / STATE).exists():
+        return None
+    state = read(run_folder.parent)
+    assert state is not None, "it is there"
+    return next((one for one in state.trials if one.folder == run_folder.name and one.same_as is None), None)
+
+
 def trial_identity(config: RunConfig, values: Mapping[str, str]) -> str:
     """A trial's identity is its composed configuration; a sweep over what a run's identity leaves out, such as the
     number of ranks, tells its trials apart by the swept values as well."""

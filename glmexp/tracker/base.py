@@ -25,6 +25,10 @@ class RunInfo:
     """The composed configuration, nested."""
     group: str | None
     """The sweep that the run belongs to."""
+    job_type: str = "train"
+    """The entry: training runs and evaluations are told apart by it."""
+    tags: tuple[str, ...] = ()
+    """What the run is in a few words: model, method, stage, number format."""
 
 
 class Tracker(Protocol):
@@ -41,6 +45,9 @@ class Tracker(Protocol):
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Values of the run as a whole."""
+
+    def artifact(self, folder: Path) -> None:
+        """What was trained, once it is proven; kept where the user asked for that."""
 
     def finish(self, status: Status) -> list[str]:
         """Close the run; lines for the terminal: where to read it."""
@@ -59,6 +66,9 @@ class NoTracker:
         """Nothing."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+    def artifact(self, folder: Path) -> None:
         """Nothing."""
 
     def finish(self, status: Status) -> list[str]:
@@ -90,6 +100,10 @@ class Guard:
     def summary(self, values: Mapping[str, Any]) -> None:
         """Values of the run as a whole."""
         self._try("summary", lambda: self._tracker.summary(values))
+
+    def artifact(self, folder: Path) -> None:
+        """What was trained, once it is proven."""
+        self._try("artifact", lambda: self._tracker.artifact(folder))
 
     def finish(self, status: Status) -> list[str]:
         """Close the run; lines for the terminal. Also after a failure: what was tracked before it is kept."""

@@ -68,6 +68,9 @@ class TensorBoardTracker:
         lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
         self._writer.add_text("summary", "\n".join(["| metric | value |", "| --- | --- |", *lines]), 0)
 
+    def artifact(self, folder: Path) -> None:
+        """TensorBoard keeps no files."""
+
     def finish(self, status: Status) -> list[str]:
         """Close the files; how to look at them."""
         if self._writer is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import netrc
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ class Wandb(Named):
     """Tags of the run."""
     mode: Literal["online", "offline", "disabled"] | None
     """Null: WANDB_MODE where it is set, else online where somebody is logged in, else offline."""
+    artifact: bool
+    """Keep what was trained as an artifact of the run, once it is proven: uploaded, or with `wandb sync` later."""
 
     def build(self) -> WandbTracker:
         """A tracker with these settings, not started."""
@@ -51,6 +54,7 @@ class WandbTracker:
     def __init__(self, settings: Wandb) -> None:
         self._settings = settings
         self._run: Any = None
+        self._name = ""
         self._online = False
         self._identity: dict[str, Any] = {}
         self._identity_path = Path()
@@ -59,6 +63,7 @@ class WandbTracker:
 
     def start(self, info: RunInfo) -> list[str]:
         """Open the run; says so where it is offline though nobody asked for that, or is not opened at all."""
+        self._name = info.name
         asked = self._settings.mode or os.environ.get("WANDB_MODE") or None
         if asked == "disabled":
             by = "tracker.mode" if self._settings.mode else "WANDB_MODE"
@@ -87,19 +92,31 @@ class WandbTracker:
         self._log(step, metrics)
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A wandb table; the rows have the same keys in the same order."""
+        """A wandb table with the step in front; the rows have the same keys in the same order."""
         if self._run is None or not rows:
             return
         import wandb
 
-        columns: list[str | int] = list(rows[0])
-        data = [list(row.values()) for row in rows]
+        # A column of its own: tables of several steps that are put together in the browser keep it.
+        columns: list[str | int] = [STEP, *rows[0]]
+        data = [[step, *row.values()] for row in rows]
         self._log(step, {name: wandb.Table(columns=columns, data=data)})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Values beside the run's name in wandb's list of runs."""
         if self._run is not None:
             self._run.summary.update(dict(values))
+
+    def artifact(self, folder: Path) -> None:
+        """A wandb artifact of type model, with tracker.artifact. Its files are named and not copied (immutable)."""
+        if self._run is None or not self._settings.artifact:
+            return
+        import wandb
+
+        name = re.sub(r"[^\w.-]+", "-", f"{self._name}-{self._identity['id']}")
+        kept = wandb.Artifact(name, type="model", metadata={"folder": folder.name})
+        kept.add_dir(str(folder), policy="immutable", skip_cache=True)
+        self._run.log_artifact(kept)
 
     def finish(self, status: Status) -> list[str]:
         """Close the run; how to read it here and how to upload it."""
@@ -180,7 +197,8 @@ class WandbTracker:
             project=self._settings.project,
             name=info.name,
             group=self._settings.group or info.group,
-            tags=self._settings.tags,
+            job_type=info.job_type,
+            tags=list(dict.fromkeys([*self._settings.tags, *info.tags])),
             config=info.config,
             id=self._identity["id"],
             resume="allow",

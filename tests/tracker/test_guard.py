@@ -34,6 +34,9 @@ class Broken(NoTracker):
     def summary(self, values: object) -> None:
         self._call("summary")
 
+    def artifact(self, folder: Path) -> None:
+        self._call("artifact")
+
     def finish(self, status: Status) -> list[str]:
         self._call("finish")
         return [status]
@@ -47,10 +50,11 @@ def through_a_run(tracker: Broken) -> tuple[Guard, list[str], list[str]]:
         guard.log(step, {"train/loss": 1.0})
     guard.table("answers", 2, [{"prompt": "a"}])
     guard.summary({"best": 1})
+    guard.artifact(Path("artifact"))
     return guard, lines + guard.finish("finished"), warnings
 
 
-@pytest.mark.parametrize("method", ["start", "log", "table", "summary", "finish"])
+@pytest.mark.parametrize("method", ["start", "log", "table", "summary", "artifact", "finish"])
 def test_a_tracker_that_fails_is_reported_once_and_switched_off(method: str) -> None:
     tracker = Broken(method)
     guard, lines, warnings = through_a_run(tracker)

@@ -26,16 +26,19 @@ from glmexp.tracker.base import Guard, RunInfo
 from glmexp.tracker.wandb import Wandb
 
 plan = json.loads(sys.argv[1])
-settings = Wandb(name="wandb", project="glmexp", group=plan["group"], tags=["a"], mode=plan["mode"])
+group, mode = plan["group"], plan["mode"]
+settings = Wandb(name="wandb", project="glmexp", group=group, tags=["a"], mode=mode, artifact=plan["artifact"])
 guard = Guard("wandb", settings.build(), lambda line: print("WARNING", line))
 folder = Path(plan["folder"])
-for line in guard.start(RunInfo("run", folder, {"method": {"name": "lora", "rank": 8}, "seed": 1}, "sweep")):
+told = {"method": {"name": "lora", "rank": 8}, "seed": 1}
+for line in guard.start(RunInfo("run", folder, told, "sweep", "evaluate", ("tiny", "a"))):
     print("START", line)
 for step in plan["steps"]:
     guard.log(step, {"train/loss": 1 / (step + 1), "bad": float("nan")})
 rows = [{"prompt": "p", "exact": True}, {"prompt": "q", "exact": False}]
 guard.table("eval/generate/samples", plan["steps"][-1], rows)
 guard.summary({"best": 0.5})
+guard.artifact(folder / "artifact")
 for line in guard.finish(plan["status"]):
     print("FINISH", line)
 print("FAILURE", guard.failure)
@@ -51,7 +54,8 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 def arguments(folder: Path, **changed: Any) -> list[str]:
     folder.mkdir(exist_ok=True)
-    plan = {"folder": str(folder), "group": None, "mode": None, "steps": [1, 2, 3], "status": "finished", **changed}
+    plan = {"folder": str(folder), "group": None, "mode": None, "artifact": False, "steps": [1, 2, 3]}
+    plan |= {"status": "finished", **changed}
     return [sys.executable, "-c", SCRIPT, json.dumps(plan)]
 
 
@@ -106,8 +110,9 @@ def test_an_offline_run_is_whole_and_says_why_it_is_offline(tmp_path: Path) -> N
         "run",
         "sweep",
         identity["id"],
-        ["a"],
+        ["a", "tiny"],
     )
+    assert run["job_type"] == "evaluate"
     config = run["config"]["update"]
     assert config["method"] == {"name": "lora", "rank": 8}
     assert config["seed"] == 1
@@ -118,9 +123,28 @@ def test_an_offline_run_is_whole_and_says_why_it_is_offline(tmp_path: Path) -> N
     assert history[-1]["step"] == 3
     assert history[-1]["eval/generate/samples.nrows"] == 2
     (table,) = folder.glob("files/media/table/eval/generate/*.json")
-    assert json.loads(table.read_text()) == {"columns": ["prompt", "exact"], "data": [["p", True], ["q", False]]}
+    assert json.loads(table.read_text()) == {
+        "columns": ["step", "prompt", "exact"],
+        "data": [[3, "p", True], [3, "q", False]],
+    }
+    assert records(folder, "artifact")[0]["type"] == "run_table"
+    assert len(records(folder, "artifact")) == 1, "nobody asked for the model"
     assert any(record["update"].get("best") == 0.5 for record in records(folder, "summary"))
     assert [record["exit_code"] for record in records(folder, "exit")] == [0]  # a runtime stands beside it
+
+
+def test_what_was_trained_is_kept_when_asked_for_and_its_files_are_not_copied(tmp_path: Path) -> None:
+    trained = tmp_path / "run" / "artifact"
+    trained.mkdir(parents=True)
+    (trained / "adapter_model.safetensors").write_bytes(b"weights")
+    assert "FAILURE None" in track(tmp_path / "run", mode="offline", artifact=True)
+    (folder,) = offline_runs(tmp_path / "run")
+    run_id = records(folder, "run")[0]["run_id"]
+    (kept,) = (one for one in records(folder, "artifact") if one["type"] == "model")
+    assert kept["name"] == f"run-{run_id}"
+    (file,) = kept["manifest"]["contents"]
+    assert file["path"] == "adapter_model.safetensors"
+    assert Path(file["local_path"]) == trained / "adapter_model.safetensors"
 
 
 def test_no_code_no_git_and_no_console_text_is_stored(tmp_path: Path) -> None:
