@@ -259,17 +259,18 @@ function drawHeat() {
     return isNaN(one) || isNaN(other) ? a.localeCompare(b) : one - other;
   });
   const xs = values(x), ys = values(y), missing = [];
+  const roomy = (0.6 * $("heat-plot").clientWidth) / xs.length > 36;
   const z = ys.map((down, high) => xs.map((across, wide) => {
     const rows = view.kept.filter((row) => asText(cell(row, x)) === across && asText(cell(row, y)) === down);
     const numbers = rows.filter((row) => row.state.includes("finished")).map((row) => cell(row, metric)).filter(isNumber);
     if (numbers.length) return numbers.reduce((sum, one) => sum + one, 0) / numbers.length;
-    const states = [...new Set(rows.map((row) => row.state.replaceAll("_", " ")))].join("<br>");
+    const states = [...new Set(rows.map((row) => (row.state === "out_of_memory" ? "OOM" : row.state.replaceAll("_", " "))))].join("<br>");
     // By place: a category "1024" would be read as the 1024th one.
     if (rows.length) missing.push({ x: wide, y: high, text: states, showarrow: false, font: { size: 11, color: "#8a4b00" } });
     return null;
   }));
   plot("heat-plot", [{
-    type: "heatmap", x: xs, y: ys, z, text: z.map((line) => line.map((value) => shown(metric, value))), texttemplate: "%{text}",
+    type: "heatmap", x: xs, y: ys, z, text: z.map((line) => line.map((value) => shown(metric, value))), texttemplate: roomy ? "%{text}" : "",
     colorscale: "Viridis", reversescale: lower(metric), hoverongaps: false, colorbar: { thickness: 10, outlinewidth: 0 },
     hovertemplate: `${plain(x)} %{x}<br>${plain(y)} %{y}<br>${plain(metric)} %{z:.5g}<extra></extra>`, xgap: 2, ygap: 2,
   }], layout({
@@ -312,7 +313,7 @@ function drawDifferences() {
     + "It is about these very artifacts: other seeds may differ by more.";
   const reach = Math.max(...found.flatMap((one) => [Math.abs(one.low ?? 0), Math.abs(one.high ?? 0)]), 1e-12);
   const place = (value) => `${50 + (50 * value) / reach}%`;
-  const heads = ["run", "difference", "interval", "", "examples", "verdict"].map((head) => element("th", head));
+  const heads = ["run", "", "difference", "interval", "examples", "verdict"].map((head) => element("th", head));
   const line = element("tr");
   line.append(...heads);
   $("difference-table").tHead.replaceChildren(line);
@@ -327,8 +328,8 @@ function drawDifferences() {
     }
     const drawn = element("td");
     drawn.append(bar);
-    tr.append(element("td", data.runs[one.run].label), element("td", one.mean === null ? "" : signed(one.mean)),
-      element("td", one.low === null ? "" : `${signed(one.low)} to ${signed(one.high)}`), drawn, element("td", one.examples), element("td", one.verdict, "text"));
+    tr.append(element("td", data.runs[one.run].label), drawn, element("td", one.mean === null ? "" : signed(one.mean)),
+      element("td", one.low === null ? "" : `${signed(one.low)} to ${signed(one.high)}`), element("td", one.examples), element("td", one.verdict, "text"));
     return tr;
   }));
 }
@@ -387,7 +388,7 @@ function start() {
   options($("pareto-y"), numeric, quality);
   options($("pareto-x"), numeric, first(["perf/tokens_per_s", "time/train_s"]));
   options($("pareto-colour"), numeric, first(["mem/peak_bytes", "model/trainable_parameters"]));
-  options($("difference-metric"), [...new Set(data.differences.map((one) => one.metric))]);
+  options($("difference-metric"), [...new Set(data.differences.map((one) => one.metric))], "eval/loss/loss");
   $("answer-prompt").replaceChildren(...data.answers.prompts.map((one, place) =>
     Object.assign(element("option", one.prompt.replace(/\s+/g, " ").slice(0, 90)), { value: place })));
   $("filter").addEventListener("input", () => { view.filter = $("filter").value; update(); });
