@@ -179,7 +179,6 @@ function made(row, key, kind) {
   } else if (key === "state") {
     td.className = "text";
     td.append(element("span", row.state.replaceAll("_", " "), `state ${row.state}`));
-    if (row.reason) td.append(" ", row.reason.slice(0, 80));
     td.title = row.reason;
   } else {
     const value = cell(row, key);
@@ -307,6 +306,7 @@ function drawDifferences() {
   const metric = $("difference-metric").value, found = data.differences.filter((one) => one.metric === metric);
   if (!data.differences.length) {
     $("difference-note").textContent = "No two runs have kept scores of the same held-out examples.";
+    $("difference-metric").parentNode.style.display = $("difference-table").parentNode.style.display = "none";
     return;
   }
   $("difference-note").textContent = `Mean difference from ${data.baseline}, with a 95 % paired interval over held-out examples (bootstrap-t). `
