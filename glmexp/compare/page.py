@@ -96,7 +96,8 @@ def _table(table: Table, runs: Sequence[Run]) -> dict[str, Any]:
     constants = {key: table.rows[0].cells[key] for key in everywhere if len(texts[key]) == 1}
     numbers = {id(run): number for number, run in enumerate(runs)}
     results = table.results
-    columns = [("run", "text"), ("state", "text"), *((key, "config") for key in table.differing), *((key, "result") for key in results)]
+    columns = [("run", "text"), ("state", "text")]
+    columns += [(key, "config") for key in table.differing] + [(key, "result") for key in results]
     columns += [(key, "config") for key in table.environment]
     if any(row.cells["reason"] for row in table.rows):
         columns.append(("reason", "config"))

@@ -109,7 +109,7 @@ def test_it_opens_from_disk_draws_its_plots_and_fits_the_width(page: browser.Pag
     # Eight curves, one picture of cells, a point a finished run. Plotly draws the picture when it comes to it.
     for parts, count in (("#curve-plot .js-line", 8), ("#heat-plot .hm image", 1), ("#pareto-plot .points path", 198)):
         page.until(f"document.querySelectorAll('{parts}').length === {count}")
-    assert page.run("document.querySelectorAll('#heat-plot .annotation').length") == 1, "the cell that was out of memory"
+    assert page.run("document.querySelectorAll('#heat-plot .annotation').length") == 1, "out of memory"
     assert page.run("document.getElementById('difference-table').rows.length") == 6
     page.run(f"{TICKED}.forEach((one, place) => place > 196 && one.click()); {SETTLED}")
     page.screenshot(file.with_name(f"{width}.png"))
