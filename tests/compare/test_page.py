@@ -63,6 +63,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 
 SETTLED = "(async () => { for (let turn = 0; turn < 5; turn++) await new Promise(done => setTimeout(done)); })()"
 """A promise of JavaScript: all plots that wait are drawn."""
+NO_PLOTS = "waiting.forEach(clearTimeout)"
 TICKED = "document.querySelectorAll('#table tbody input')"
 
 
@@ -156,11 +157,11 @@ def test_the_page_reads_conditions_and_orders_rows_as_the_command_line_does(
         "zero.overlap_comm=true and rank<3",
         "data.holdout=null and rank=1024",
     ):
-        enter(page, words, "null")
+        enter(page, words, NO_PLOTS)
         assert page.run(LABELS) == [row.name for row in rows.where([words]).rows], words
         assert page.run("document.getElementById('filter-error').hidden")
     for words, told in (("rnak=4", "no row has a key rnak"), ("rank>x", "x is no number"), ("name=x", "name may be")):
-        enter(page, words, "null")
+        enter(page, words, NO_PLOTS)
         assert told in page.run("document.getElementById('filter-error').textContent")
     enter(page, "out of memory")
     assert page.run(LABELS) == []
