@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 KINDS = {"bf16": [], "fp8": ["precision.base=fp8"]}
 LARGE = [
     "model.init=random", "method.lr=1e-3", "data.packing=true", "data.max_length=2048", "train.micro_batch_size=1",
-    "train.compile=false",
 ]  # fmt: skip
 
 

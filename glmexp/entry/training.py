@@ -89,6 +89,8 @@ def network(config: RunConfig, ds_config: dict[str, Any]) -> Any:
     if config.train.gradient_checkpointing:
         _recompute_activations(model)
     if compiles(config, model):
+        if fp8.layers(model):
+            fp8.check_compiled()
         compiled.compile_blocks(inner(model))
     return model
 
