@@ -42,8 +42,10 @@ _START = ["python", "-m", "glmexp", "-m"]
 SETTING = ("seeds", "state", "hardware", "versions", "commit", "date")
 """Columns behind the results: what they were measured with."""
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
-_NOT_COMPARED = ("data.train_file", "train.max_steps", "train.epochs", "launcher.nproc", "offload.adam")
-"""Of bench rows: where their data lies, how long they go on, what the product may settle by itself."""
+_SETTLED = ("offload.adam",)
+"""What a run settles by itself and writes down."""
+_NOT_COMPARED = ("data.train_file", "train.max_steps", "train.epochs", "launcher.nproc")
+"""Of bench rows: where their data lies, how long they go on."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def write_table(study: Study, sweeps: Sequence[Path], bench: Sequence[Path], not
     found = _of_bench(study, bench) if bench else _of_sweeps(study, sweeps)
     several = len({place for place, _, _ in found}) > 1
     first = ([SWEEP] if several else []) + list(found[0][1])
-    spread = [name for name in study.columns if any(row.spreads[name].seeds > 1 for _, _, row in found)]
+    spread = [name for name in study.columns if any(row.spreads[name].sd for _, _, row in found)]
     results = [name for one in study.columns for name in (one, *([f"{one}:sd"] if one in spread else []))]
     study.table.parent.mkdir(exist_ok=True)
     with study.table.open("w", encoding="utf-8", newline="") as stream:
@@ -139,8 +141,8 @@ def write_table(study: Study, sweeps: Sequence[Path], bench: Sequence[Path], not
         for place, options, row in found:
             numbers = [getattr(row.spreads[name.removesuffix(":sd")], "sd" if name.endswith(":sd") else "mean")
                        for name in results]  # fmt: skip
-            texts = [_text(value) for value in options.values()]
-            rows.writerow([*([place] if several else []), *texts, *numbers, *_setting(row.runs, note)])
+            texts = [*map(_text, options.values()), *map(_number, numbers)]
+            rows.writerow([*([place] if several else []), *texts, *_setting(row.runs, note)])
     return study.table
 
 
@@ -172,7 +174,7 @@ def _row(study: Study, options: dict[str, Any], runs: Sequence[Run], but: Sequen
     fitting: list[Run] = []
     closest: tuple[int, str] = (1 << 30, "there are none")
     for config in wanted.values():
-        keys = [key for key in config if compared(key) and key not in but]
+        keys = [key for key in config if compared(key) and key not in (*_SETTLED, *but)]
         for run in runs:
             wrong = [key for key in keys if key in run.config and run.config[key] != config[key]]
             closest = min(closest, (len(wrong), f"{run.name} differs in {', '.join(wrong[:5])}"))
@@ -203,7 +205,13 @@ def _composed(study: Study, options: dict[str, Any], seed: int | None) -> dict[s
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
     return json.dumps(value) if isinstance(value, bool) or value is None else str(value)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else str(int(value) if value.is_integer() else value)
 
 
 def _with_more(run: Run) -> Run:
@@ -302,6 +310,9 @@ def _table_contradictions(study: Study) -> Iterator[str]:
     seeds = " ".join(map(str, study.grid.get(SEED, [])))
     if seeds and any(row["seeds"] != seeds for row in rows):
         yield f"seeds of the table: {[row['seeds'] for row in rows]}, of the file: {seeds}"
+    said = study.head.get("Measured", "")
+    facts = {row[key] for row in rows for key in ("commit", "date")}
+    yield from (f"Measured does not say {fact}" for fact in sorted(facts) if fact not in said)
     cells = [float(value) for row in rows for key, value in row.items() if key.removesuffix(":sd") in results and value]
     for word in re.findall(r"(?<![\w.])\d[\d,]*\.\d+", study.head.get("Expected", "")):
         if not any(_rounds_to(cell * unit, word) for cell in cells for unit in (1.0, 100.0, 2.0**-30)):
