@@ -31,6 +31,7 @@ Examples:
   python -m glmexp -m sweep=search 'method.rank=choice(4,8,16)'      each run chosen by what the earlier ones gave
   python -m glmexp -m +experiments=rank_and_bucket                   a study from experiments/ ({studies})
   python -m glmexp entry=evaluate artifact.path=outputs/NAME/TIME    measure what was trained
+  python -m glmexp entry=generate artifact.path=outputs/NAME/TIME    ask what was trained, in a chat
   python -m glmexp entry=smoke method=lora zero=stage3               a short run, judged, before a long one
   python -m glmexp entry=doctor doctor.explain=zero.stage            what an option means, its unit, and who set it
 

@@ -255,6 +255,7 @@ def _prove_and_close(here: Session, end: Finished) -> None:
             *tracker_lines,
             "next:",
             f"  python -m glmexp entry=evaluate artifact.path={where}   # the artifact alone, on held-out rows",
+            f"  python -m glmexp entry=generate artifact.path={where}   # a chat with it",
             "  python -m glmexp method=ptuning zero=stage3   # another method, partitioned weights",
             "  python -m glmexp -m +experiments=rank_and_bucket   # a sweep, grouped in wandb",
         ]
