@@ -27,8 +27,8 @@ def _write(path: Path, rows: list[dict[str, str]]) -> str:
 
 
 def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
-    """Base below 10 % exact match on held-out prompts, tuned at least 90 %; one wandb run; the proof passed; the artifact
-    answers in a process of its own as the live model did at the end."""
+    """Base below 10 % exact match on held-out prompts, tuned at least 90 %; one wandb run; the proof passed; in a
+    process of its own the artifact answers as the live model did at the end."""
     done = glmexp(folder=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stderr
     (run,) = runs(tmp_path)
