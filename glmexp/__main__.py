@@ -86,6 +86,8 @@ def _run(words: list[str], arguments: Arguments, world_size: int | None) -> int:
         return _doctor(asked)
     for warning in asked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    if any(trial.entry.name == "plan" for trial in asked.trials):
+        return _plan(asked)
     if asked.sweep is None:
         from glmexp.launcher.start import start
 
@@ -102,6 +104,17 @@ def _doctor(asked: Request) -> int:
     from glmexp.entry.doctor import tell
 
     return tell(asked.trials[0], asked.origins, _run_rank)
+
+
+def _plan(asked: Request) -> int:
+    """Told by this process alone, from the configuration."""
+    if asked.sweep is not None:
+        raise ConfigError(
+            Problem("-m", "entry=plan plans one configuration", "leave out -m; plan.search=true looks around")
+        )
+    from glmexp.entry.plan import tell
+
+    return tell(asked.trials[0])
 
 
 def _run_rank(run_folder: Path, shows_failures: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from glmexp.config.entries import TRAINS
+from glmexp.config.entries import PLANS
 from glmexp.config.errors import Problem
 from glmexp.config.schema import RunConfig
 
@@ -58,7 +58,7 @@ NVME_KEYS: dict[str, tuple[str, ...]] = {
 def fp16(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """fp16 needs a GPU; only fp16 has a loss scale; a fixed one has no dynamic keys."""
     precision = config.precision
-    if precision.dtype == "fp16" and facts.gpus == 0 and config.entry.name not in ("export", "doctor"):
+    if precision.dtype == "fp16" and facts.gpus == 0 and config.entry.name not in ("export", "plan", "doctor"):
         yield Problem(
             "precision.dtype",
             "fp16 needs a GPU and this machine has none: DeepSpeed's CPU accelerator refuses fp16",
@@ -99,7 +99,7 @@ def fp8(config: RunConfig, facts: Facts) -> Iterator[Problem]:
                 "precision.base=fp8, or leave it out",
             )
         return
-    if config.entry.name not in (*TRAINS, "doctor"):
+    if config.entry.name not in (*PLANS, "doctor"):
         if "precision.base" in facts.explicit:
             yield Problem(
                 "precision.base",

@@ -14,6 +14,9 @@ SMOKE_STEPS = 8
 TRAINS = (*GOES_ON, "smoke")
 """Entries that train what the configuration says, step by step, and leave an artifact."""
 
+PLANS = (*TRAINS, "plan")
+"""Entries that read what a training run reads."""
+
 SERVES = ("evaluate", "generate", "bench")
 """Entries that ask a base or what was trained, in ``precision.dtype``: an artifact brings its own, and another may be
 chosen."""
@@ -86,6 +89,22 @@ class DoctorSection:
     """Print the findings, and what they were judged by, as JSON."""
     timeout_s: Seconds | None
     """Seconds that the measured all-reduce of this configuration's ranks may take. Null: it is not measured."""
+
+
+@dataclass
+class PlanSection:
+    """What entry=plan is told of a machine, and whether training heeds the plan."""
+
+    gpu: str | None
+    """A card: an amount of memory such as 24GB, or a name such as H100. Null: this machine's; without one no limit."""
+    host_memory: str | None
+    """Memory of a host, such as 256GB. Null: this machine's where plan.gpu is null, else no limit."""
+    search: bool
+    """Look for the fastest configuration that fits, with the same global batch and method."""
+    json: bool
+    """Print the plan as JSON."""
+    enforce: bool
+    """In training: refuse a run that cannot fit by plan before its weights are loaded. False: only say so."""
 
 
 @dataclass

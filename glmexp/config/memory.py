@@ -94,8 +94,8 @@ def host_bytes(config: RunConfig) -> int | None:
         groups = [sum(sizes[place] for place in group) for group in split(sizes, config.zero.stage)]
         buffers = [kind * group for kind in (MASTER, GRADIENT, weight) for group in groups]
         # At stage 3 a buffer is one sub group's, by default nearly a power of two.
-        rounded = bool(offload.pin_memory) and config.zero.stage < 3 and not _exact_pinning(config.launcher.env)
-        total += sum(map(_power_of_two, buffers) if rounded else buffers) + MOMENTS * trained
+        rounded = bool(offload.pin_memory) and config.zero.stage < 3 and not exact_pinning(config.launcher.env)
+        total += sum(map(power_of_two, buffers) if rounded else buffers) + MOMENTS * trained
         total += weight * trained if (config.train.grad_accum or 1) > 1 else 0
     if offload.params == "cpu":
         total += weight * elements
@@ -117,7 +117,7 @@ def pinned_by_deepspeed(variables: Mapping[str, str]) -> bool:
     return variables.get("DS_PIN_MEMORY_BACKEND", "").lower() == "native"
 
 
-def _exact_pinning(variables: Mapping[str, str]) -> bool:
+def exact_pinning(variables: Mapping[str, str]) -> bool:
     """Whether torch (2.13) is told not to round large pinned buffers up, or DeepSpeed pins, which does not."""
     if pinned_by_deepspeed(variables):
         return True
@@ -125,5 +125,6 @@ def _exact_pinning(variables: Mapping[str, str]) -> bool:
     return any(EXACT_PINNING.partition(":")[0] in setting for setting in settings)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The least power of two that is at least ``number``; 0 stays."""
     return 1 << (number - 1).bit_length() if number else 0

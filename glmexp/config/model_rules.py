@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from glmexp.config.entries import TRAINS
+from glmexp.config.entries import PLANS
 from glmexp.config.errors import Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import AttentionKind, ModelSection, RunConfig
@@ -79,12 +79,12 @@ def attention(config: RunConfig, explicit: Collection[str]) -> Iterator[Problem]
     reason = _not_varlen(config.model)
     if reason is not None:
         yield Problem("model.attention", f"varlen does not apply: {reason}", "model.attention=sdpa")
-    elif "model.attention" in explicit and (config.entry.name not in TRAINS or not config.data.packing):
-        where = "" if config.entry.name in TRAINS else f" under entry={config.entry.name}"
+    elif "model.attention" in explicit and (config.entry.name not in PLANS or not config.data.packing):
+        where = "" if config.entry.name in PLANS else f" under entry={config.entry.name}"
         yield Problem(
             "model.attention",
             f"varlen without effect{where}: no rows are packed, and others go through sdpa",
-            "model.attention=null" + (", or data.packing=true" if config.entry.name in TRAINS else ""),
+            "model.attention=null" + (", or data.packing=true" if config.entry.name in PLANS else ""),
         )
 
 

@@ -19,7 +19,7 @@ from glmexp.config import (
     sweep,
     trainer_rules,
 )
-from glmexp.config.entries import GOES_ON, TRAINS
+from glmexp.config.entries import GOES_ON, PLANS, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import AUTO
@@ -63,7 +63,7 @@ def check(
 def derive(config: RunConfig, ranks: int) -> RunConfig:
     """Fill in what follows from the rest: batch numbers for training, whole paths. Raises ConfigError."""
     train = config.train
-    if config.entry.name in TRAINS:
+    if config.entry.name in PLANS:
         numbers = _batch(config, ranks)
         if isinstance(numbers, Problem):
             raise ConfigError(numbers)
@@ -116,7 +116,7 @@ def _whole_if_there(path: str | None) -> str | None:
 def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
     """What is allowed and may still surprise, each with the key in question."""
     found = []
-    if config.entry.name in TRAINS:
+    if config.entry.name in PLANS:
         if config.eval.hooks and config.data.eval_file is None and config.data.holdout is None:
             hooks = ", ".join(config.eval.hooks)
             found.append(f"eval: no held-out rows, so {hooks} will not run; data.eval_file=FILE or data.holdout=ROWS")
@@ -176,7 +176,7 @@ def _indivisible(batch: int, name: str, number: int, ranks: int) -> Problem:
 
 
 def _batches(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.entry.name in TRAINS:
+    if config.entry.name in PLANS:
         numbers = _batch(config, facts.ranks)
         if isinstance(numbers, Problem):
             yield numbers
@@ -351,6 +351,10 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if entry != "doctor":
         for key in sorted(key for key in facts.explicit if key.startswith("doctor.")):
             yield Problem(key, f"without effect under entry={entry}", "entry=doctor")
+    for key in sorted(key for key in facts.explicit if key.startswith("plan.")):
+        read = TRAINS if key == "plan.enforce" else ("plan",)
+        if entry not in read:
+            yield Problem(key, f"without effect under entry={entry}", f"entry={read[0]}")
     if entry == "evaluate" and not config.eval.hooks:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
     if resume is not None and entry not in GOES_ON:

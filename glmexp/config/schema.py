@@ -21,6 +21,7 @@ from glmexp.config.entries import (
     GenerateSection,
     InspectSection,
     ParitySection,
+    PlanSection,
     SmokeSection,
     TrainerSection,
 )
@@ -177,8 +178,7 @@ class OffloadSection:
     adam: Literal["deepspeed", "torch"] | None
     """AdamW on the host. Null: DeepSpeedCPUAdam where there is a GPU and its op can be compiled, else torch's."""
     nvme_path: str | None
-    """Folder on a local disk for what is offloaded to nvme: a folder in it for each run, which stays until the next run
-    on this disk."""
+    """Folder on a local disk for what is offloaded to nvme."""
     nvme_buffer_size: Elements | None
     """Elements of one buffer between disk and host: no partition of a parameter may be larger (params=nvme)."""
     nvme_buffer_count: Count | None
@@ -388,10 +388,10 @@ class SweepSection:
 class EntrySection:
     """What the run does."""
 
-    name: Literal["train", "trainer", "evaluate", "generate", "export", "bench", "inspect", "doctor", "smoke"]
+    name: Literal["train", "trainer", "evaluate", "generate", "export", "bench", "inspect", "plan", "doctor", "smoke"]
     """train; trainer: the same through transformers' Trainer; evaluate: hooks on an artifact or base; generate: answers
-    to a file of prompts, or a chat; export: a whole model; bench: speed of answers; inspect: show data; doctor; smoke:
-    a short run of this configuration, judged."""
+    to a file of prompts, or a chat; export: a whole model; bench: speed of answers; inspect: show data; plan: memory
+    and time of a training run beforehand; doctor; smoke: a short run of this configuration, judged."""
 
 
 @dataclass
@@ -431,6 +431,7 @@ class RunConfig:
     inspect: InspectSection
     export: ExportSection
     generate: GenerateSection
+    plan: PlanSection
     doctor: DoctorSection
     trainer: TrainerSection
     parity: ParitySection

@@ -169,8 +169,8 @@ def code_version() -> str:
 
 def _build(file: DataFile, config: DataSection, renderer: Renderer, folder: Path) -> None:
     """Read and encode the whole file into a store. Raises DataError with all problems of the file."""
-    blocks, sample = _sample(file)
-    found = forms.resolve(file.path, sample, config.columns, config.format)
+    blocks, first = sample(file)
+    found = forms.resolve(file.path, first, config.columns, config.format)
     encoding = Encoding(config.max_length, config.supervise)
     work = workers.Work(file, found, encoding, renderer, config.on_error)
     size = sum(one.stat().st_size for one in (file.place.glob("*") if file.place.is_dir() else [file.place]))
@@ -213,7 +213,7 @@ def _build(file: DataFile, config: DataSection, renderer: Renderer, folder: Path
         raise
 
 
-def _sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
+def sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
     """All blocks, and the rows of the first ones until a row was found."""
     blocks = file.blocks()
     looked: list[Block] = []

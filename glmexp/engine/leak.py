@@ -22,7 +22,7 @@ from torch import nn
 
 from glmexp.config.errors import DataError, Problem
 from glmexp.engine import distributed
-from glmexp.engine.loss import IGNORED
+from glmexp.engine.loss import IGNORED, chunks, only
 
 Batch = Mapping[str, Any]
 SPLITS = 3
@@ -130,11 +130,13 @@ def _changes(model: Any, given: dict[str, Any], labels: torch.Tensor) -> list[Ch
     Always SPLITS splits, whatever the row holds: under ZeRO-3 each forward is a collective.
     """
     places = (labels[1:] != IGNORED).nonzero().flatten() + 1
-    embedding = getattr(model, "module", model).get_input_embeddings()
+    network = getattr(model, "module", model)
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
 
     def predictions() -> torch.Tensor:
-        logits = model(**given, use_cache=False).logits[0]
-        return logits[places.to(logits.device) - 1].float()
+        # Of the answer's positions alone: in float32, and of a whole row, these were the largest of a LoRA run.
+        with only(head, (places - 1).to(distributed.device())):
+            return model(**given, use_cache=False).logits.flatten(0, -2)
 
     first, again = predictions(), predictions()
     changes = []
@@ -149,7 +151,11 @@ def _changes(model: Any, given: dict[str, Any], labels: torch.Tensor) -> list[Ch
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """Largest difference. Logits that are no numbers give none: the first step's loss stops the run."""
-    return float((one - other).abs().nan_to_num(0.0).max())
+    largest = torch.zeros((), device=one.device)
+    for rows in chunks(one):
+        change = (one[rows].float() - other[rows].float()).abs_().nan_to_num_(0.0)
+        largest = torch.maximum(largest, change.max())
+    return float(largest)
 
 
 @contextmanager

@@ -24,13 +24,13 @@ def forward_loss(model: Any, inputs: Mapping[str, Any], batch: Mapping[str, Any]
     ``fused``: see ``cross_entropy_sum``.
     """
     head = getattr(model, "module", model).get_output_embeddings()
-    with _only(head, batch["predicting"]):
+    with only(head, batch["predicting"]):
         logits = model(**inputs, use_cache=False).logits
     return cross_entropy_sum(logits, batch["targets"], fused)
 
 
 @contextmanager
-def _only(head: nn.Module, places: torch.Tensor) -> Iterator[None]:
+def only(head: nn.Module, places: torch.Tensor) -> Iterator[None]:
     """Inside, ``head`` sees of its input (batch, length, hidden) the flattened ``places`` alone: (places, hidden).
 
     A hook, and not ``logits_to_keep``: that has one set of positions for all rows, or a boolean mask, whose size a GPU
@@ -79,7 +79,7 @@ class _CrossEntropySum(torch.autograd.Function):
         else:
             normalizers = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
             picked = torch.empty_like(normalizers)
-            for rows in _chunks(logits):
+            for rows in chunks(logits):
                 normalizers[rows], picked[rows] = _terms(logits[rows], targets[rows])
         ctx.save_for_backward(logits, targets, normalizers)
         return (normalizers - picked).sum()
@@ -91,7 +91,7 @@ class _CrossEntropySum(torch.autograd.Function):
         if ctx.fused:
             return _compiled(_gradients)(logits, targets, normalizers, grad), None, None
         result = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             result[rows] = _gradients(logits[rows], targets[rows], normalizers[rows], grad)
         return result, None, None
 
@@ -116,7 +116,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+def chunks(logits: torch.Tensor) -> Iterator[slice]:
     """Slices of rows with CHUNK_ELEMENTS logits or one row."""
     size = max(1, CHUNK_ELEMENTS // logits.shape[1])
     return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -102,15 +102,20 @@ def next_change(config: RunConfig, where: Terms, ranks: int) -> str:
 
 
 @contextmanager
-def explained(phase: str, config: RunConfig, model: Callable[[], Any]) -> Iterator[None]:
-    """What runs out of memory inside ends with OutOfMemory, which says where it went and what to do."""
+def explained(
+    phase: str, config: RunConfig, model: Callable[[], Any], planned: Callable[[], list[str]] = list
+) -> Iterator[None]:
+    """What runs out of memory inside ends with OutOfMemory, which says where it went and what to do.
+
+    ``planned``: lines of the plan that was made for the run, if any.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise OutOfMemory(_report(phase, config, model(), str(error))) from error
+        raise OutOfMemory(_report(phase, config, model(), str(error), planned())) from error
 
 
-def _report(phase: str, config: RunConfig, model: Any, error: str) -> str:
+def _report(phase: str, config: RunConfig, model: Any, error: str, planned: list[str]) -> str:
     ranks = distributed.world_size()
     lines = [f"rank {distributed.rank()} ran out of device memory in {phase}"]
     if model is not None:
@@ -121,7 +126,7 @@ def _report(phase: str, config: RunConfig, model: Any, error: str) -> str:
     else:
         lines.append("the weights alone do not fit: zero=stage3 with more ranks, offload=all, or a smaller model")
     first = error.strip().splitlines()[0] if error.strip() else "no details"
-    return "\n  ".join([*lines, f"torch: {first}"])
+    return "\n  ".join([*lines, *planned, f"torch: {first}"])
 
 
 def _size(size: int) -> str:

@@ -11,27 +11,8 @@ import torch
 
 from glmexp.engine.flops import Work
 from glmexp.launcher import positions
+from glmexp.plan.cards import LISTED, known_name
 
-LISTED = {
-    "H200": (989.4e12, 66.9e12),
-    "H20": (148e12, 44e12),
-    "H100 NVL": (835.5e12, 60e12),
-    "H100 PCIe": (756e12, 51.2e12),
-    "H100": (989.4e12, 66.9e12),
-    "H800": (989.4e12, 66.9e12),
-    "B200": (2250e12, 75e12),
-    "A100": (312e12, 19.5e12),
-    "A800": (312e12, 19.5e12),
-    "A40": (149.7e12, 37.4e12),
-    "A30": (165e12, 10.3e12),
-    "L40S": (362e12, 91.6e12),
-    "L4": (121e12, 30.3e12),
-    "RTX A6000": (154.8e12, 38.7e12),
-    "RTX 4090": (165.2e12, 82.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-}
-"""Operations a second as NVIDIA's data sheets list them, dense: 16 bit on tensor cores with float32 sums, and float32
-(not TF32, which torch does not use unless told). A part of the name that torch gives the device -> both."""
 _MEASURED_SIZE = 8192
 _MEASURED_S = 0.3
 
@@ -131,10 +112,10 @@ def peak_of(dtype: torch.dtype) -> Peak | None:
 def listed(name: str, dtype: torch.dtype) -> Peak | None:
     """The data sheet's rate for a device; the longest known part of its name counts."""
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    known = [part for part in LISTED if f" {part} " in f" {name.replace('-', ' ')} "]
-    if not known or tf32 or "Laptop" in name:
+    known = known_name(name)
+    if known is None or tf32:
         return None
-    return Peak(LISTED[max(known, key=len)][dtype == torch.float32], f"listed for {name}")
+    return Peak(LISTED[known][dtype == torch.float32], f"listed for {name}")
 
 
 def _measured(dtype: torch.dtype) -> float:

@@ -20,6 +20,7 @@ from glmexp.entry.console import Screen
 from glmexp.launcher import positions, rendezvous, stopping, trials
 from glmexp.launcher.folder import MODEL, write_status
 from glmexp.launcher.unfinished import WAIT_S, Lock
+from glmexp.plan.report import Plan, terms_of
 from glmexp.tracker.base import Guard, NoTracker, RunInfo, Status
 from glmexp.tracker.metrics_file import MetricsFile, read_metrics
 from glmexp.tracker.outcome import outcome
@@ -35,6 +36,8 @@ class Session:
     metrics: MetricsFile | None
     tracker: Guard
     began: float = field(default_factory=time.monotonic)
+    plan: Plan | None = None
+    """Of a training run: what was planned for it."""
 
     @contextmanager
     def closing_on_failure(self) -> Iterator[None]:
@@ -67,6 +70,10 @@ class Session:
         sizes = json.loads(model.read_text(encoding="utf-8")) if model.exists() else {}
         self.tracker.summary({**found, **{f"model/{name}": size for name, size in sizes.items()}, "state": status})
         return self.tracker.finish(status)
+
+    def planned(self) -> list[str]:
+        """The plan's terms, for the message of a run that is out of memory."""
+        return [] if self.plan is None else terms_of(self.plan)
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl, and the tracker."""

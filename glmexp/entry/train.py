@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from glmexp.config.ds_config import lower
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
@@ -16,7 +17,7 @@ from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Loop
 from glmexp.engine.out_of_memory import explained
 from glmexp.engine.stop import StopPoint
-from glmexp.entry import gate, proof, resume, speed, training
+from glmexp.entry import gate, planned, proof, resume, speed, training
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session
 from glmexp.entry.training import Finished, Stopped
@@ -37,9 +38,9 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     plan = training.plan(config, batches)
     total = plan.total_steps(config.train.epochs, config.train.max_steps)
 
-    ds_config = training.lowered(here)
+    ds_config = lower(config, distributed.world_size())
     positions.at("building the model")
-    with explained("loading the model", config, lambda: None):
+    with explained("loading the model", config, lambda: None, here.planned):
         model = training.network(config, ds_config)
         engine = build.initialize(model, config, ds_config, total)
     start = proof.before(engine)
@@ -52,7 +53,7 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
         keeper.saver.prepare()
     positions.at("leak gate")
     here.screen.lines([gate.check(engine, config, plan, batches, template, training.inputs(config, template))])
-    with explained("evaluation", config, lambda: engine.module):
+    with explained("evaluation", config, lambda: engine.module, here.planned):
         if done == 0:
             keeper.check_metric(evaluation.run(0, all_hooks=True))
         elif done < total and evaluation.due(done) and not resume.evaluated(here, done):
@@ -105,11 +106,11 @@ def _loop(
                 keeper.save(step, evaluation)
         return reason
 
-    watch, swap = speed.stopwatch(here), SwapWatch()
+    watch, swap, expected = speed.stopwatch(here), SwapWatch(), planned.metrics(here.plan)
     with here.screen.progress(total, done) as bar:
 
         def on_metrics(step: int, metrics: dict[str, float]) -> None:
-            here.record(step, {**metrics, "train/epoch": plan.epoch(step), **keeper.spent})
+            here.record(step, {**metrics, **expected, "train/epoch": plan.epoch(step), **keeper.spent})
             keeper.spent.clear()
             evaluation.train_losses.append(metrics["train/loss"])
             bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
@@ -129,7 +130,7 @@ def _loop(
             fused_loss=training.compiles(here.config, engine.module),
             stop=stop,
             notice=lambda line: here.screen.lines([line]),
-            guard=lambda phase: explained(phase, here.config, lambda: engine.module),
+            guard=lambda phase: explained(phase, here.config, lambda: engine.module, here.planned),
             speed=speed.measured(here, engine.module),
             watch=watch,
         )

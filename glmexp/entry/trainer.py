@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from glmexp.config import inherit
+from glmexp.config.ds_config import lower
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
@@ -25,7 +26,7 @@ from glmexp.engine.out_of_memory import explained
 from glmexp.engine.perf import Stopwatch
 from glmexp.engine.stop import StopPoint
 from glmexp.engine.trainer import MicroBatches, Steps, StepTrainer, arguments
-from glmexp.entry import gate, proof, resume, speed, training
+from glmexp.entry import gate, planned, proof, resume, speed, training
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.session import Session
 from glmexp.entry.training import Finished, Stopped
@@ -130,12 +131,12 @@ class _Life(TrainerCallback):
             fused_loss=training.compiles(config, self.engine.module),
             stop=self.stop,
             notice=lambda line: here.screen.lines([line]),
-            guard=lambda phase: explained(phase, config, lambda: self.engine.module),
+            guard=lambda phase: explained(phase, config, lambda: self.engine.module, here.planned),
             speed=speed.measured(here, self.engine.module),
             watch=self.watch,
             scheduler=self.trainer.lr_scheduler,
         )
-        with explained("evaluation", config, lambda: self.engine.module):
+        with explained("evaluation", config, lambda: self.engine.module, here.planned):
             if self.done == 0:
                 self.evaluation.run(0, all_hooks=True)
             elif self.done < self.total and self.evaluation.due(self.done) and not resume.evaluated(here, self.done):
@@ -144,7 +145,7 @@ class _Life(TrainerCallback):
         training.phase("loop")
 
     def _on_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self.here.record(step, {**metrics, "train/epoch": self.plan.epoch(step)})
+        self.here.record(step, {**metrics, **planned.metrics(self.here.plan), "train/epoch": self.plan.epoch(step)})
         self.evaluation.train_losses.append(metrics["train/loss"])
         self.bar.show(step, metrics["train/loss"], metrics["perf/tokens_per_s"])
 
@@ -153,7 +154,10 @@ class _Life(TrainerCallback):
         step = state.global_step
         reason = None if step == self.total else self.trainer.steps.reason
         if reason is None and step < self.total and self.evaluation.due(step):
-            with self.watch.phase("eval"), explained("evaluation", self.here.config, lambda: self.engine.module):
+            with (
+                self.watch.phase("eval"),
+                explained("evaluation", self.here.config, lambda: self.engine.module, self.here.planned),
+            ):
                 self.evaluation.run(step, all_hooks=False)
             reason = self.stop.reason(step, distributed.sum_over_ranks(self.stop.flags()))
         if reason is not None:
@@ -180,13 +184,13 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
     plan = training.plan(config, batches)
     total = plan.total_steps(train.epochs, train.max_steps)
     found = _found(here)
-    ds_config = training.lowered(here)
+    ds_config = lower(config, distributed.world_size())
     ear = listener()
     stop = StopPoint(train.stop_after, train.stop_after_s, lambda: ear is not None and ear.agreed, here.began)
     life = _Life(here, template, data, batches, plan, total, found, ds_config, stop, speed.stopwatch(here))
 
     positions.at("building the model")
-    with explained("loading the model", config, lambda: None):
+    with explained("loading the model", config, lambda: None, here.planned):
         model = training.network(config, ds_config)
         assert train.grad_accum is not None, "derived before the run starts"
         life.trainer = StepTrainer(
@@ -205,7 +209,7 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
         return training.stopped(here, last, life.reason, stop.by_signal)
     if last < total:
         here.screen.lines([f"a callback ended training after step {last} of {total}"])
-    with explained("evaluation", config, lambda: life.engine.module):
+    with explained("evaluation", config, lambda: life.engine.module, here.planned):
         life.evaluation.run(last, all_hooks=True)
     return training.finished(here, life.engine, template, data, life.start, life.evaluation, life.done, last)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 
-from glmexp.config.ds_config import lower
 from glmexp.config.errors import EXIT_STOPPED
 from glmexp.config.families import FAMILIES
 from glmexp.config.model_rules import attention_kind
@@ -25,16 +23,17 @@ from glmexp.engine.loop import Batch
 from glmexp.engine.loss import padded_inputs
 from glmexp.engine.per_rank import FILE, PerRank
 from glmexp.engine.perf import peak_memory_bytes
-from glmexp.entry import artifact, proof
+from glmexp.entry import artifact, planned, proof
 from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.proof import Before
 from glmexp.entry.session import Session, session
-from glmexp.launcher import positions, swap_folder
+from glmexp.launcher import positions
 from glmexp.launcher.folder import MODEL, write_json, write_status
 from glmexp.launcher.stopping import Phase, listener
 from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.renderer import Renderer, renderer
+from glmexp.plan.report import short
 from glmexp.tracker.metrics_file import MetricsFile
 
 
@@ -64,7 +63,11 @@ def run(config: RunConfig, run_folder: Path, train: Callable[[Session, Renderer,
     # Data first: its mistakes are found before a model is built, and no process group waits for a long preparation.
     template = renderer(config.model.family, load_tokenizer(config.model))
     data = prepare(config.data, config.train.seed, template)
+    plan = planned.of(config, data)
+    if plan is not None:
+        planned.refuse(plan)
     with session(config, run_folder) as here:
+        here.plan = plan
         result = train(here, template, data)
     if isinstance(result, Stopped):
         return result.exit_code
@@ -147,7 +150,7 @@ def begun(
         write_json(here.folder / "data.json", data.record())
         write_json(here.folder / MODEL, sizes)
         here.start_tracker()
-        here.screen.lines([*data.report, *batches.report()])
+        here.screen.lines([*data.report, *batches.report(), *([] if here.plan is None else short(here.plan))])
         here.screen.facts(f"glmexp {here.config.run.name}", facts)
 
 
@@ -213,18 +216,6 @@ def inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str,
     return lambda batch: model_inputs(batch, config.model.family, gmask_id, kind)
 
 
-def lowered(here: Session) -> dict[str, Any]:
-    """What DeepSpeed is given; what is offloaded to a disk goes into a folder of this run alone. Collective."""
-    config = here.config
-    if config.offload.nvme_path is not None:
-        folder = swap_folder.place(config.offload.nvme_path, here.folder)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            swap_folder.take(folder)
-        distributed.barrier()
-        config = replace(config, offload=replace(config.offload, nvme_path=str(folder)))
-    return lower(config, distributed.world_size())
-
-
 def facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:
     """What will run, for the terminal."""
     config, ranks = here.config, distributed.world_size()
@@ -269,7 +260,6 @@ def _prove_and_close(here: Session, end: Finished) -> None:
             *tracker_lines,
             "next:",
             f"  python -m glmexp entry=evaluate artifact.path={where}   # the artifact alone, on held-out rows",
-            f"  python -m glmexp entry=generate artifact.path={where}   # a chat with it",
             "  python -m glmexp method=ptuning zero=stage3   # another method, partitioned weights",
             "  python -m glmexp -m +experiments=rank_and_bucket   # a sweep, grouped in wandb",
         ]

@@ -25,7 +25,7 @@ EXTRA = {
     ("precision", "fp16"): [],
     ("sweep", "search"): ["method.rank=2,4"],
 }
-COUNT = 66
+COUNT = 67
 
 
 @pytest.mark.parametrize(("group", "option"), [one for one in OPTIONS if one[0] != STUDIES])  # test_studies.py

@@ -1,0 +1,181 @@
+"""What would fit: the ladder of changes by what they cost, and the fastest configuration of all that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from glmexp.config import registry
+from glmexp.config.families import FAMILIES
+from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
+from glmexp.config.schema import RunConfig
+from glmexp.plan.cards import Card
+from glmexp.plan.report import Plan, Shape, plan_of
+
+Offload = tuple[Literal["cpu"] | None, Literal["cpu"] | None]
+"""Where optimizer and parameters are kept."""
+MORE_RANKS = (2, 4, 8, 16, 32, 64)
+SHORTEST = 256
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides that make another configuration of this one."""
+
+    words: tuple[str, ...]
+    config: RunConfig
+    ranks: int
+
+    def then(self, *words: str, ranks: int | None = None, **sections: Any) -> Change:
+        """One more change behind this one."""
+        return Change((*self.words, *words), replace(self.config, **sections), ranks or self.ranks)
+
+
+def first_that_fits(plan: Plan, shape: Shape) -> tuple[Change, Plan] | None:
+    """The cheapest change of the ladder that makes the plan fit. None: nothing on it does."""
+    assert plan.card is not None, "everything fits where there is no limit"
+    for change in ladder(plan.config, plan.ranks):
+        found = _planned(change, plan.card, shape, plan.host_limit)
+        if found.fits:
+            return change, found
+    return None
+
+
+def fastest(plan: Plan, shape: Shape) -> list[tuple[Change, Plan]]:
+    """All combinations of micro batch, checkpointing, stage and offload that fit, with the same global batch; the
+    fastest first (without known rates: the cheapest changes first)."""
+    assert plan.card is not None, "a search needs a card"
+    found = []
+    for change in _combinations(plan.config, plan.ranks):
+        other = _planned(change, plan.card, shape, plan.host_limit)
+        if other.fits:
+            found.append((change, other))
+    return sorted(found, key=lambda one: one[1].seconds.total if one[1].seconds is not None else 0.0)
+
+
+def ladder(config: RunConfig, ranks: int) -> Iterator[Change]:
+    """Changes in the order of what they cost: micro batch, checkpointing, length, stage, offload, fewer trained
+    parameters, more GPUs. Each later kind is tried with the earlier ones."""
+    start = Change((), config, ranks)
+    for base in (start, *_shorter(start)):
+        yield from _smaller(base)
+    bases = [*_stages(start)]
+    for base in bases:
+        yield from _smaller(base)
+    fewer = [*_fewer(start)]
+    for base in (*fewer, *(place for one in fewer for place in _stages(one))):
+        yield from _smaller(base)
+    for more in (number for number in MORE_RANKS if number > ranks):
+        for base in _with_ranks(start, more):
+            yield from _smaller(base)
+    for more in (number for number in MORE_RANKS if number > ranks):
+        for cheap in fewer:
+            for base in _with_ranks(cheap, more):
+                yield from _smaller(base)
+
+
+def _smaller(base: Change) -> Iterator[Change]:
+    """Smaller micro batches with the same global batch; then checkpointing, with each of them."""
+    yield base
+    yield from _micro(base)
+    if not base.config.train.gradient_checkpointing and _may_checkpoint(base.config):
+        train = replace(base.config.train, gradient_checkpointing=True)
+        again = base.then("train.gradient_checkpointing=true", train=train)
+        yield again
+        yield from _micro(again)
+
+
+def _micro(base: Change) -> Iterator[Change]:
+    train = base.config.train
+    micro, accum = train.micro_batch_size or MICRO_BATCH_SIZE, train.grad_accum or GRAD_ACCUM
+    for number in range(micro // 2, 0, -1):
+        if micro % number == 0:
+            times = accum * micro // number
+            words = (f"train.micro_batch_size={number}", f"train.grad_accum={times}")
+            yield base.then(*words, train=replace(train, micro_batch_size=number, grad_accum=times))
+
+
+def _shorter(base: Change) -> Iterator[Change]:
+    length = base.config.data.max_length // 2
+    while length >= SHORTEST:
+        yield base.then(f"data.max_length={length}", data=replace(base.config.data, max_length=length))
+        length //= 2
+
+
+def _stages(base: Change) -> Iterator[Change]:
+    """Higher stages where there are several ranks, and what is kept in host memory."""
+    config = base.config
+    plain: Offload = (None, None)
+    places: list[tuple[int, Offload]] = []
+    if base.ranks > 1:
+        places += [(stage, plain) for stage in (2, 3) if stage > config.zero.stage]
+    if config.offload.optimizer is None:
+        places += [(max(config.zero.stage, 2), ("cpu", None)), (3, ("cpu", "cpu"))]
+    for stage, offload in places:
+        yield _place(base, stage, offload)
+
+
+def _place(base: Change, stage: int, offload: Offload) -> Change:
+    config, words = base.config, []
+    if stage != config.zero.stage:
+        words.append(f"zero=stage{stage}")
+    if offload[0] is not None:
+        words.append("offload=all" if offload[1] else "offload=optimizer")
+    zero = replace(
+        config.zero, stage=stage, reduce_bucket_size=200_000_000, overlap_comm=True, contiguous_gradients=True
+    )
+    kept = replace(config.offload, optimizer=offload[0], params=offload[1], pin_memory=True)
+    return base.then(*words, zero=zero, offload=kept if offload[0] is not None else config.offload)
+
+
+def _fewer(base: Change) -> Iterator[Change]:
+    """LoRA in place of a method that trains more."""
+    method = base.config.method
+    if method.name not in ("full", "freeze"):
+        return
+    settings = {"rank": 8, "alpha": 16, "dropout": 0.0, "target_modules": None, "modules_to_save": [], "lr": method.lr}
+    lora = registry.option("method", "lora")(name="lora", **settings)  # as conf/method/lora.yaml, but for the rate
+    yield base.then("method=lora", method=lora)
+
+
+def _with_ranks(base: Change, ranks: int) -> Iterator[Change]:
+    """The same global batch on more ranks, states and then weights split over them."""
+    train = base.config.train
+    per_rank = max(1, (train.batch_size or MICRO_BATCH_SIZE) // ranks)
+    micro = min(train.micro_batch_size or MICRO_BATCH_SIZE, per_rank)
+    accum = max(1, per_rank // micro)
+    words = [f"launcher.nproc={ranks}", f"train.micro_batch_size={micro}", f"train.grad_accum={accum}"]
+    wide = base.then(
+        *words,
+        ranks=ranks,
+        train=replace(train, micro_batch_size=micro, grad_accum=accum, batch_size=micro * accum * ranks),
+        launcher=replace(base.config.launcher, nproc=ranks),
+    )
+    yield _place(wide, max(2, base.config.zero.stage), (None, None))
+    yield _place(wide, 3, (None, None))
+
+
+def _may_checkpoint(config: RunConfig) -> bool:
+    """PEFT's prefix is a cache, which checkpointing drops."""
+    return config.method.name != "ptuning" or FAMILIES[config.model.family].native_prefix
+
+
+def _combinations(config: RunConfig, ranks: int) -> Iterator[Change]:
+    """Every micro batch that divides the rows of a rank, with and without checkpointing, at each stage and offload."""
+    start = Change((), config, ranks)
+    train = config.train
+    rows = (train.micro_batch_size or MICRO_BATCH_SIZE) * (train.grad_accum or GRAD_ACCUM)
+    for place in (start, *_stages(start)):
+        for checkpointing in (False, True) if _may_checkpoint(config) else (False,):
+            for micro in (number for number in range(rows, 0, -1) if rows % number == 0):
+                words = [f"train.micro_batch_size={micro}", f"train.grad_accum={rows // micro}"]
+                words += [f"train.gradient_checkpointing={str(checkpointing).lower()}"]
+                own = replace(
+                    train, micro_batch_size=micro, grad_accum=rows // micro, gradient_checkpointing=checkpointing
+                )
+                yield place.then(*words, train=own)
+
+
+def _planned(change: Change, card: Card, shape: Shape, host_limit: int | None) -> Plan:
+    return plan_of(change.config, change.ranks, card, shape, host_limit)

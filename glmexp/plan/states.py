@@ -1,0 +1,277 @@
+"""Bytes of weights, gradients, masters, moments and buckets that one rank holds: the arithmetic of DeepSpeed 0.19.8.
+
+Every number is that of a tensor that the engine makes (``deepspeed/runtime/zero/stage_1_and_2.py``, ``stage3.py``,
+``fp16/unfused_optimizer.py``); tests count those tensors. The scalars that count Adam's steps are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from glmexp.config.memory import exact_pinning, power_of_two
+from glmexp.config.schema import RunConfig
+from glmexp.plan.shapes import REST, Model, Parameter
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MASTER, MOMENTS = 4, 8
+"""Bytes an element: the float32 master and Adam's two moments."""
+REDUCE_BUCKET, MAX_LIVE, SUB_GROUP, PERSISTENT = 500_000_000, 1_000_000_000, 1_000_000_000, 100_000
+"""DeepSpeed's own choices, in elements, where an option is null (``deepspeed/runtime/zero/config.py``)."""
+FALLBACK_BUCKET = 500_000_000
+"""Elements that stage 0 flattens for one all-reduce (``engine.buffered_allreduce_fallback``)."""
+_ALIGNMENT = 2
+"""Stages 1 and 2 pad each group to a multiple of this and the ranks (``nccl_start_alignment_factor``)."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of one rank, on its GPU and in host memory. Gradients: as they stand before the optimizer's step."""
+
+    weights: int = 0
+    gradients: int = 0
+    accumulated: int = 0
+    """A second set of gradients during the backward passes after the first of a step."""
+    masters: int = 0
+    moments: int = 0
+    buckets: int = 0
+    """Kept, or there during each backward pass: where gradients are collected to be reduced."""
+    bucket_is_kept: bool = False
+    """Stage 3 keeps its bucket from the start to the end."""
+    gathered: int = 0
+    """Stage 3: whole parameters at a time beside their partitions."""
+    initial: int = 0
+    """All that stands at a time while the engine is made."""
+    update: int = 0
+    """Copies of gradients while the optimizer steps, beside weights, gradients, masters and moments."""
+    largest_gradient: int = 0
+    """Bytes of the largest trained tensor's gradient, which stands alone before it is put where it belongs."""
+    on_their_way: int = 0
+    """Copies of that gradient on its way to the host, or to the ranks that own it."""
+    early: bool = True
+    """Gradients have their place from the first ones on; else (they are fewer than a bucket) at the end."""
+    host: dict[str, int] = field(default_factory=dict)
+    """What an offload keeps in host memory, by name."""
+    pinned_rounding: int = 0
+    """What torch adds: pinned buffers are rounded up to powers of two, and kept when they are not needed any more."""
+    disk: int = 0
+    """What an offload keeps on a disk."""
+
+    @property
+    def kept(self) -> int:
+        """On the GPU between two steps."""
+        return self.weights + self.masters + self.moments + (self.buckets if self.bucket_is_kept else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory, all of it."""
+        return sum(self.host.values()) + self.pinned_rounding
+
+
+def states_of(config: RunConfig, model: Model, ranks: int, rank: int = 0) -> States:
+    """The states of ``rank`` out of ``ranks``."""
+    stage = config.zero.stage
+    if stage == 0:
+        return _stage0(config, model, ranks)
+    return _stage3(config, model, ranks, rank) if stage == 3 else _stages_1_and_2(config, model, ranks, rank)
+
+
+def frozen_bytes(config: RunConfig, model: Model) -> int:
+    """Bytes of the frozen weights, whole: those of linear layers in fp8 where ``precision.base`` says so, with a scale
+    a row, and turned round once more for the backward pass."""
+    element = BYTES[config.precision.dtype]
+    if config.precision.base != "fp8":
+        return element * sum(one.elements for one in model.frozen)
+    copies = 1 if config.precision.base_transposed is False else 2
+    low = [one for one in model.frozen if one.is_matrix and one.layer != REST]
+    high = sum(one.elements for one in model.frozen) - sum(one.elements for one in low)
+    return element * high + sum(copies * one.elements + 4 * one.shape[0] for one in low)
+
+
+def _largest(parameters: Sequence[Parameter]) -> int:
+    return max((one.elements for one in parameters), default=0)
+
+
+def _stage0(config: RunConfig, model: Model, ranks: int) -> States:
+    element, trained = BYTES[config.precision.dtype], model.trained_elements
+    low = element == 2
+    # In 16 bit each parameter has a float32 copy, and gradients are copied to float32 for the step.
+    reduced = min(trained, max(FALLBACK_BUCKET, _largest(model.trained)))
+    return States(
+        weights=frozen_bytes(config, model) + element * trained,
+        gradients=element * trained,
+        masters=MASTER * trained if low else 0,
+        moments=MOMENTS * trained,
+        update=max(4 * trained if low else 0, element * reduced if ranks > 1 else 0),
+        # The wrapper's step with zero gradients allocates the moments.
+        initial=element * model.elements + (MASTER + MOMENTS + 4 + element) * trained * low,
+        largest_gradient=element * _largest(model.trained),
+    )
+
+
+def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
+    element, zero = BYTES[config.precision.dtype], config.zero
+    groups = [_Flat(group, ranks) for group in model.groups(zero.stage)]
+    parts = [group.part for group in groups]
+    own = sum(sum(one.elements for one in group.of(rank)) for group in groups)
+    accumulates = (config.train.grad_accum or 1) > 1
+    weights = frozen_bytes(config, model) + element * sum(group.padded for group in groups)
+    offloaded = config.offload.optimizer is not None
+    bucket = element * (zero.reduce_bucket_size or REDUCE_BUCKET)
+    contiguous = zero.contiguous_gradients is not False or offloaded
+    largest = element * _largest(model.trained)
+    # Stage 1 reduces once a step: until then each gradient is whole. Stage 2 adds a second set to the first.
+    more = element * (own if zero.stage == 2 else model.trained_elements) if accumulates and not offloaded else 0
+    common = {
+        "accumulated": more,
+        "weights": weights,
+        "buckets": bucket * (2 if zero.overlap_comm else 1) if contiguous else 0,
+        "largest_gradient": largest,
+        "early": model.trained_elements > (zero.reduce_bucket_size or REDUCE_BUCKET),
+    }
+    if not offloaded:
+        # The group's gradients are flattened, then taken to float32.
+        return States(
+            **common,  # type: ignore[arg-type]
+            gradients=element * own,
+            masters=MASTER * sum(parts),
+            moments=MOMENTS * sum(parts),
+            update=max(((element + 4 if element == 2 else 4) * part for part in parts), default=0),
+            initial=weights + (MASTER + 2 * element) * sum(parts),
+        )
+    buffers = [size * part for part in parts for size in (MASTER, 4, element)] + [largest]
+    host = {
+        "masters": MASTER * sum(parts),
+        "gradients": 4 * sum(parts),
+        "moments": MOMENTS * sum(parts),
+        "weights on their way": element * sum(parts) + largest,
+    }
+    if accumulates and zero.stage == 2:
+        host["gradients so far"] = element * own
+        buffers += [element * one.elements for group in groups for one in group.of(rank)]
+    return States(
+        **common,  # type: ignore[arg-type]
+        gradients=largest,  # a buffer on the GPU through which gradients of several micro batches are added
+        on_their_way=2 * largest + 4 * _largest(model.trained),
+        initial=weights + largest,
+        host=host,
+        pinned_rounding=_rounding(config, buffers),
+    )
+
+
+def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
+    element, zero, offload = BYTES[config.precision.dtype], config.zero, config.offload
+    part = {one.name: -(-one.elements // ranks) for one in model.parameters}
+    trained = sum(part[one.name] for one in model.trained)
+    frozen = sum(part[one.name] for one in model.frozen)
+    whole = _persistent(config, model) if ranks > 1 or offload.params is not None else []
+    persistent = element * sum(one.elements for one in whole)
+    subgroups = [*_subgroups(config, model, part)]
+    largest = element * _largest(model.trained)
+    contiguous = zero.contiguous_gradients is not False
+    bucket = element * (zero.reduce_bucket_size or REDUCE_BUCKET) if contiguous else 0
+    live = min(model.elements, zero.stage3_max_live_parameters or MAX_LIVE)
+    gathered = element * max(live, _largest(model.parameters)) if ranks > 1 or offload.params is not None else 0
+    on_gpu = offload.params is None
+    weights = (element * (trained + frozen) if on_gpu else 0) + persistent
+    host: dict[str, int] = {}
+    buffers: list[int] = []
+    left = 0
+    if not on_gpu and offload.params == "cpu":
+        host["weights"] = element * (trained + frozen)
+        buffers += [element * part[one.name] for one in model.frozen]
+        buffers += [element * sum(part[one.name] for one in group) for group in model.groups(3)]
+        if offload.pin_memory:
+            # Trained weights move into one buffer; the pinned memory that they leave stays with torch.
+            left += sum(power_of_two(element * part[one.name]) for one in model.trained)
+    disk = element * (trained + frozen) if offload.params == "nvme" else 0
+    shared = {
+        "weights": weights,
+        "buckets": bucket,
+        "bucket_is_kept": True,
+        "gathered": gathered,
+        "largest_gradient": largest,
+    }
+    if offload.optimizer is None:
+        return States(
+            **shared,  # type: ignore[arg-type]
+            gradients=element * trained,
+            masters=MASTER * trained,
+            moments=MOMENTS * trained,
+            update=(element + 4 if element == 2 else 4) * max(subgroups, default=0),
+            initial=weights + MASTER * trained + max(4 * max(subgroups, default=0), bucket + element * trained),
+            host=host,
+            pinned_rounding=_rounding(config, buffers) + left,
+            disk=disk,
+        )
+    host["gradients"] = (4 + element) * trained
+    buffers += [4 * size for size in subgroups] + [element * trained]
+    if offload.optimizer == "cpu":
+        host |= {"masters": MASTER * trained, "moments": MOMENTS * trained}
+    else:
+        disk += (MASTER + MOMENTS) * trained
+    return States(
+        **shared,  # type: ignore[arg-type]
+        gradients=0,
+        initial=weights + bucket + (largest if on_gpu else 2 * element * _largest(model.parameters)),
+        on_their_way=3 * largest,
+        host=host,
+        pinned_rounding=_rounding(config, buffers) + left,
+        disk=disk,
+    )
+
+
+def _persistent(config: RunConfig, model: Model) -> list[Parameter]:
+    """Parameters that stay whole: ``DeepSpeedZeRoOffload.mark_persistent_parameters``."""
+    zero = config.zero
+    each = PERSISTENT if zero.stage3_param_persistence_threshold is None else zero.stage3_param_persistence_threshold
+    most = sys.maxsize if zero.stage3_model_persistence_threshold is None else zero.stage3_model_persistence_threshold
+    found, total = [], 0
+    for one in model.parameters:
+        if one.elements + total <= most and one.elements <= each:
+            found.append(one)
+            total += one.elements
+    return found
+
+
+def _subgroups(config: RunConfig, model: Model, part: dict[str, int]) -> Iterator[int]:
+    """Elements that the optimizer updates at a time (``stage3.py``, ``_create_fp16_sub_groups``)."""
+    limit = config.zero.sub_group_size or SUB_GROUP
+    for group in model.groups(3):
+        total = sum(part[one.name] for one in group)
+        if limit >= total:
+            yield total
+            continue
+        size = 0
+        for number, one in enumerate(group, start=1):
+            size += part[one.name]
+            if size >= limit or number == len(group):
+                yield size
+                size = 0
+
+
+def _rounding(config: RunConfig, buffers: Sequence[int]) -> int:
+    if not config.offload.pin_memory or exact_pinning(config.launcher.env):
+        return 0
+    return sum(power_of_two(size) - size for size in buffers)
+
+
+class _Flat:
+    """A group of parameters in one flat buffer, cut into equal parts (stages 1 and 2)."""
+
+    def __init__(self, parameters: Sequence[Parameter], ranks: int) -> None:
+        self.parameters, self.ranks = parameters, ranks
+        step = _ALIGNMENT * ranks
+        self.padded = -(-sum(one.elements for one in parameters) // step) * step
+        self.part = self.padded // ranks
+
+    def of(self, rank: int) -> list[Parameter]:
+        """Parameters of which a part lies with ``rank``."""
+        first, last = rank * self.part, (rank + 1) * self.part
+        found, start = [], 0
+        for one in self.parameters:
+            if start < last and start + one.elements > first:
+                found.append(one)
+            start += one.elements
+        return found
