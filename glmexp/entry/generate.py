@@ -85,7 +85,7 @@ def answer_file(config: RunConfig, subject: serving.Subject, output: Path) -> No
     part = output if ranks == 1 else output.with_name(f"{output.name}.rank{rank}")
     if ranks == 1 and not first:  # ranks that share one network answer the same
         part = Path(os.devnull)
-    done = 0
+    done, mine = 0, sum(map(len, batches))
     with part.open("w", encoding="utf-8") as file:
         for number, places in enumerate(batches, start=1):
             answers = speaker.answers([prompts[place] for place in places])
@@ -96,7 +96,7 @@ def answer_file(config: RunConfig, subject: serving.Subject, output: Path) -> No
                 write_row(file, {**row, **{name: value for name, value in more.items() if value}})
             done += len(places)
             if number == len(batches) or number % max(1, len(batches) // _LINES) == 0:
-                screen.lines([f"{done} prompts answered" + (f" by rank 0 of {ranks}" if ranks > 1 else "")])
+                screen.lines([f"{done} of {mine} prompts answered" + (f" by rank 0 of {ranks}" if ranks > 1 else "")])
     if ranks > 1:
         _joined(output, part, ranks)
     screen.lines([f"the answers lie in {relative(output)}"])

@@ -28,6 +28,7 @@ from glmexp.model.build import load_network
 from tests.config.helpers import asked, refusal
 from tests.engine.cells import configure
 from tests.entry.test_export import logits, moved, trained
+from tests.ranks import run_on_ranks
 
 KINDS = ("tiny", "tiny_chatglm", "tiny_chatglm2", "tiny_qwen2")
 METHODS = ("lora", "ptuning", "freeze", "full")
@@ -121,6 +122,20 @@ def test_prompts_together_are_answered_as_alone(tmp_path: Path) -> None:
     assert {row["finish_reason"] for row in alone} <= {"stop", "length"}
     cut = answered(tmp_path / "cut", prompts_file=file, max_new_tokens=2)
     assert [(row["finish_reason"], row["new_tokens"]) for row in cut] == [("length", 2)] * 3
+
+
+def shared_out(folder: Path, file: str) -> None:
+    config = replace(composed(), generate=settings(prompts_file=file, max_new_tokens=8))
+    generate.answer_file(config, serving.find(config), folder / "answers.jsonl")
+
+
+def test_ranks_share_the_prompts_and_one_file_has_all_answers_in_order(tmp_path: Path) -> None:
+    file = prompts_file(tmp_path, *({"prompt": text} for text in (*PROMPTS, "a?", "b?")))
+    alone = answered(tmp_path / "alone", prompts_file=file, max_new_tokens=8)
+    run_on_ranks(shared_out, tmp_path, file, folder=tmp_path)
+    lines = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == alone
+    assert not list(tmp_path.glob("answers.jsonl.*"))
 
 
 def test_the_oldest_rounds_make_room_and_the_system_text_stays() -> None:

@@ -40,6 +40,14 @@ def test_an_export_answers_as_its_artifact_from_its_folder_alone(layout: str, tm
     )
 
 
+def test_an_adapter_of_peft_alone_answers_on_the_named_base(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "model=tiny_qwen2", "method=lora")
+    expected = logits(served(f"artifact.path={run}").model)
+    (run / "artifact" / "glmexp.json").unlink()
+    found = served(f"artifact.path={run}/artifact", "model=tiny_qwen2", "precision=fp32")
+    assert torch.equal(logits(found.model), expected)
+
+
 def test_an_adapter_on_another_base_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
