@@ -148,7 +148,7 @@ function drawTable() {
 function makeTable() {
   const head = element("tr");
   data.columns.forEach((column, place) => {
-    const th = element("th");
+    const th = element("th", undefined, column.kind === "text" ? "text" : "");
     column.place = place;
     column.button = element("button");
     column.button.addEventListener("click", () => sortBy(sortKey(column.key)));
@@ -313,7 +313,7 @@ function drawDifferences() {
     + "It is about these very artifacts: other seeds may differ by more.";
   const reach = Math.max(...found.flatMap((one) => [Math.abs(one.low ?? 0), Math.abs(one.high ?? 0)]), 1e-12);
   const place = (value) => `${50 + (50 * value) / reach}%`;
-  const heads = ["run", "", "difference", "interval", "examples", "verdict"].map((head) => element("th", head));
+  const heads = ["run", "", "difference", "interval", "examples", "verdict"].map((head) => element("th", head, head === "verdict" ? "text" : ""));
   const line = element("tr");
   line.append(...heads);
   $("difference-table").tHead.replaceChildren(line);

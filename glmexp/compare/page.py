@@ -17,7 +17,7 @@ from typing import Any
 from glmexp.compare.pairs import Difference, read_lines
 from glmexp.compare.runs import Run
 from glmexp.compare.table import LOWER_IS_BETTER, Table
-from glmexp.config.errors import DataError, Problem
+from glmexp.config.errors import ConfigError, DataError, Problem
 from glmexp.tracker.outcome import LOSS, trained_s, trained_tokens
 
 POINTS = 200
@@ -47,7 +47,10 @@ def page(
     axes: Sequence[str],
 ) -> str:
     """The page's text. runs and labels: those of the table's rows, in the order that ``found`` counts them in."""
-    from plotly.offline import get_plotlyjs
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:  # machines that only train have been set up without
+        raise ConfigError(Problem("--html", "plotly is not installed", "pip install plotly")) from error
 
     content = {
         **_head(table, runs),

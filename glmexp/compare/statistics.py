@@ -1,8 +1,8 @@
 """Is a difference more than chance? Paired intervals over held-out examples, and the spread over seeds.
 
-The interval is a symmetric bootstrap-t (Efron and Tibshirani 1993, chapter 12; Hall 1988 on its symmetric form): a
-plain percentile interval is too short with 50 examples. Weighted means (losses by tokens) are ratios, whose standard
-error is the linearised one.
+The interval is a symmetric bootstrap-t (Efron and Tibshirani 1993, chapter 12; Hall 1988 on its symmetric form, whose
+coverage comes closer to what it claims with fewer examples than that of a percentile interval). Weighted means (losses
+by tokens) are ratios, whose standard error is the linearised one.
 """
 
 from __future__ import annotations

@@ -29,10 +29,13 @@ Examples:
   python -m glmexp train.batch_size=64 train.micro_batch_size=4      gradient accumulation is computed
   python -m glmexp -m method.rank=4,8 optim.lr=1e-3,5e-3             a sweep: four runs; launcher.slots=2: two at a time
   python -m glmexp -m sweep=search 'method.rank=choice(4,8,16)'      each run chosen by what the earlier ones gave
-  python -m glmexp -m +experiments=rank_and_bucket                   a study from experiments/ ({studies})
+  python -m glmexp -m +experiments=rank_and_bucket                   a study from experiments/
   python -m glmexp entry=evaluate artifact.path=outputs/NAME/TIME    measure what was trained
+  python -m glmexp entry=generate artifact.path=outputs/NAME/TIME    ask what was trained, in a chat
   python -m glmexp entry=smoke method=lora zero=stage3               a short run, judged, before a long one
   python -m glmexp entry=doctor doctor.explain=zero.stage            what an option means, its unit, and who set it
+
+{studies}
 
 What a run does is the group entry. A run lies in outputs/<run.name>/<time>, a sweep in outputs/<run.name>/sweep-<time>,
 both below this folder; run.dir=FOLDER and hydra.sweep.dir=FOLDER choose another one. A sweep that was interrupted goes
@@ -86,7 +89,8 @@ def overview(words: list[str]) -> str:
         options = [*shipped_options()[group], *(path.stem for path in sorted((own or Path()).glob(f"{group}/*.yaml")))]
         first = f"  {group:<10} {comment:<52} "
         rows.append(textwrap.fill(" ".join(options), 119, initial_indent=first, subsequent_indent=" " * len(first)))
-    studies = ", ".join(shipped_options().get("experiments", ()))
+    names = ", ".join(shipped_options().get("experiments", ()))
+    studies = textwrap.fill(f"Studies, run as above: {names}.", 119)
     return TEXT.format(groups="\n".join(rows), studies=studies)
 
 

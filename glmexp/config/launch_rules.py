@@ -27,11 +27,7 @@ def talks(config: RunConfig) -> bool:
 
 def one_process(config: RunConfig) -> bool:
     """The process of the command line does it all, so that a chat has its terminal."""
-    return config.launcher.name == "inprocess" or config.entry.name in ALONE or _talks_alone(config)
-
-
-def _talks_alone(config: RunConfig) -> bool:
-    return talks(config) and config.placement.name != "tensor_parallel"
+    return config.launcher.name == "inprocess" or config.entry.name in ALONE or talks(config)
 
 
 def ranks(config: RunConfig, facts: Facts) -> Iterator[Problem]:

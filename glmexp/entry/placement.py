@@ -27,8 +27,7 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
     has it as it was trained. A prefix of PEFT (Qwen2) has no place in split placements: ConfigError.
     """
     if section.name == "single":
-        fast = decoding.way != "plain" if decoding.way is not None else torch.cuda.is_available()
-        whole: Any = merged(network) if fast else network
+        whole: Any = merged(network) if merges(section, decoding) else network
         return whole.to(distributed.device()).eval()
     plain = merged(network)
     if not isinstance(plain, PreTrainedModel):
@@ -40,6 +39,13 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
     tensor_parallel.share_out(plain, family, distributed.rank(), distributed.world_size())
     shared: Any = plain
     return shared.to(distributed.device()).eval()
+
+
+def merges(section: PlacementSection, decoding: DecodingSection) -> bool:
+    """Whether ``place`` merges LoRA into the weights."""
+    if section.name != "single":
+        return True
+    return decoding.way != "plain" if decoding.way is not None else torch.cuda.is_available()
 
 
 def merged(network: Any) -> Any:
@@ -58,6 +64,7 @@ def merged(network: Any) -> Any:
             if isinstance(module, LoraLayer):
                 layer: Any = module
                 weight = layer.base_layer.weight
+                assert weight.is_floating_point(), "a base in fp8 is loaded in 16 bit for merging"
                 down, up = (factor["default"].weight.float() for factor in (layer.lora_A, layer.lora_B))
                 weight.copy_((weight.float() + layer.scaling["default"] * (up @ down)).to(weight.dtype))
     return network.unload()  # type: ignore[operator]  # peft hands it on to the adapter's model

@@ -47,15 +47,17 @@ class Subject:
             artifact.check_template(card, self.section.family, tokenizer, str(self.section.path))
         return renderer(self.section.family, tokenizer)
 
-    def network(self, dtype: torch.dtype) -> nn.Module:
+    def network(self, dtype: torch.dtype, merging: bool) -> nn.Module:
         """The model on the CPU in ``dtype``, in evaluation mode. Raises ArtifactError where it is not what was trained.
 
         Fingerprints are of the number format that was trained in, so it is loaded in that one first. A base that was
-        trained on in fp8 is in fp8 again, but not where another format was chosen.
+        trained on in fp8 is in fp8 again, but not where another format was chosen, nor for ``merging``: what is added
+        to weights in fp8 would be rounded away.
         """
         if self.folder is not None:
             trained = DTYPES[artifact.read_card(self.folder).dtype]
-            model, card = artifact.load(self.folder, trained, self.section.path, rounded=dtype == trained)
+            rounded = dtype == trained and not merging
+            model, card = artifact.load(self.folder, trained, self.section.path, rounded=rounded)
             faults = artifact.check(model, card)
             if faults:
                 way = "use the base and the files that the run left"
@@ -179,5 +181,6 @@ def _told(follower: Follower, ids: list[int]) -> bool:
 def load(subject: Subject, config: RunConfig) -> Served:
     """The model where it is to answer, in ``precision.dtype``, which an artifact brings along. Collective."""
     dtype = DTYPES[config.precision.dtype]
-    model = placement.place(subject.network(dtype), subject.section.family, config.placement, config.decoding)
+    network = subject.network(dtype, placement.merges(config.placement, config.decoding))
+    model = placement.place(network, subject.section.family, config.placement, config.decoding)
     return Served(subject, model, dtype, config.placement.name, placement.decoder(model, config.decoding))

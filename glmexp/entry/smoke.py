@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from glmexp.config import registry
-from glmexp.config.ds_config import lower
 from glmexp.config.errors import ArtifactError, VerdictError
 from glmexp.config.schema import RunConfig
 from glmexp.data.loader import Batches
@@ -94,7 +93,7 @@ def _continue(here: Session, template: Renderer, data: Prepared, total: int) -> 
     config = here.config
     batches = Batches.of(data.train, config.data, config.train.seed, template.pad_id)
     plan = training.plan(config, batches)
-    ds_config = lower(config, distributed.world_size())
+    ds_config = training.lowered(here)
     engine = build.initialize(training.network(config, ds_config), config, ds_config, total)
     assert config.train.grad_accum is not None, "derived before the run starts"
     try:

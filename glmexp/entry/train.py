@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from glmexp.config.ds_config import lower
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches, ahead, threads
@@ -38,7 +37,7 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     plan = training.plan(config, batches)
     total = plan.total_steps(config.train.epochs, config.train.max_steps)
 
-    ds_config = lower(config, distributed.world_size())
+    ds_config = training.lowered(here)
     positions.at("building the model")
     with explained("loading the model", config, lambda: None, here.planned):
         model = training.network(config, ds_config)

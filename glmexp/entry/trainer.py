@@ -14,7 +14,6 @@ from typing import Any
 from transformers import TrainerCallback
 
 from glmexp.config import inherit
-from glmexp.config.ds_config import lower
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
@@ -184,7 +183,7 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
     plan = training.plan(config, batches)
     total = plan.total_steps(train.epochs, train.max_steps)
     found = _found(here)
-    ds_config = lower(config, distributed.world_size())
+    ds_config = training.lowered(here)
     ear = listener()
     stop = StopPoint(train.stop_after, train.stop_after_s, lambda: ear is not None and ear.agreed, here.began)
     life = _Life(here, template, data, batches, plan, total, found, ds_config, stop, speed.stopwatch(here))

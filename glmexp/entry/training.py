@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from glmexp.config.ds_config import lower
 from glmexp.config.errors import EXIT_STOPPED
 from glmexp.config.families import FAMILIES
 from glmexp.config.model_rules import attention_kind
@@ -28,7 +30,7 @@ from glmexp.entry.console import relative
 from glmexp.entry.evaluation import Evaluation
 from glmexp.entry.proof import Before
 from glmexp.entry.session import Session, session
-from glmexp.launcher import positions
+from glmexp.launcher import positions, swap_folder
 from glmexp.launcher.folder import MODEL, write_json, write_status
 from glmexp.launcher.stopping import Phase, listener
 from glmexp.model.build import announce_code, load_network, load_tokenizer
@@ -216,6 +218,18 @@ def inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str,
     return lambda batch: model_inputs(batch, config.model.family, gmask_id, kind)
 
 
+def lowered(here: Session) -> dict[str, Any]:
+    """What DeepSpeed is given; what is offloaded to a disk goes into a folder of this run alone. Collective."""
+    config = here.config
+    if config.offload.nvme_path is not None:
+        folder = swap_folder.place(config.offload.nvme_path, here.folder)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            swap_folder.take(folder)
+        distributed.barrier()
+        config = replace(config, offload=replace(config.offload, nvme_path=str(folder)))
+    return lower(config, distributed.world_size())
+
+
 def facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> dict[str, str]:
     """What will run, for the terminal."""
     config, ranks = here.config, distributed.world_size()
@@ -260,6 +274,7 @@ def _prove_and_close(here: Session, end: Finished) -> None:
             *tracker_lines,
             "next:",
             f"  python -m glmexp entry=evaluate artifact.path={where}   # the artifact alone, on held-out rows",
+            f"  python -m glmexp entry=generate artifact.path={where}   # a chat with it",
             "  python -m glmexp method=ptuning zero=stage3   # another method, partitioned weights",
             "  python -m glmexp -m +experiments=rank_and_bucket   # a sweep, grouped in wandb",
         ]

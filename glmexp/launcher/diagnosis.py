@@ -54,8 +54,13 @@ def gpus(machine: Machine, config: RunConfig) -> Iterator[Finding]:
     torch = machine.torch
     if torch.error is not None:
         yield Finding("broken", "torch", torch.error, _torch_way_out(torch.error))
+    if machine.hidden_gpus:
+        text = f"{len(machine.gpus)} of {len(machine.gpus) + machine.hidden_gpus} are visible to a run"
+        yield Finding("ok", "GPUs", f"{text}: CUDA_VISIBLE_DEVICES={machine.variables.get('CUDA_VISIBLE_DEVICES')}")
     if not machine.gpus:
-        if machine.device_files:
+        if machine.hidden_gpus:
+            yield Finding("ok", "GPUs", "runs are on the CPU, over gloo")
+        elif machine.device_files:
             yield Finding(
                 "broken",
                 "driver",

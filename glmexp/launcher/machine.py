@@ -43,6 +43,7 @@ class Gpu:
     memory_bytes: int
     used_bytes: int
     mig: bool = False
+    uuid: str = ""
 
 
 @dataclass
@@ -100,6 +101,9 @@ class Machine:
     versions: dict[str, str | None] = field(default_factory=dict)
     device_files: int = 0
     gpus: list[Gpu] = field(default_factory=list)
+    """Those that a run may use."""
+    hidden_gpus: int = 0
+    """Those that CUDA_VISIBLE_DEVICES leaves out."""
     driver_cuda: str | None = None
     """Newest CUDA that the driver runs."""
     smi_error: str | None = None
@@ -127,7 +131,8 @@ class Machine:
 def look(folders: list[Path], ports: list[int], environ: Mapping[str, str] | None = None) -> Machine:
     """Read everything but the bench; about as long as importing torch. ``folders``: whose disks are asked."""
     environ = os.environ if environ is None else environ
-    gpus, driver_cuda, smi_error = _gpus()
+    all_gpus, driver_cuda, smi_error = _gpus()
+    gpus = visible(all_gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     host = socket.gethostname()
     address, lookup_s = _looked_up(host)
     return Machine(
@@ -136,9 +141,10 @@ def look(folders: list[Path], ports: list[int], environ: Mapping[str, str] | Non
         versions={name: _version(name) for name in _PACKAGES},
         device_files=gpu_count({}),
         gpus=gpus,
+        hidden_gpus=len(all_gpus) - len(gpus),
         driver_cuda=driver_cuda,
         smi_error=smi_error,
-        topology=parse_topology(_told("nvidia-smi", "topo", "-m")[0]) if len(gpus) > 1 else {},
+        topology=_links(gpus),
         torch=_torch(environ),
         interfaces=_interfaces(),
         default_route=_default_route(),
@@ -178,7 +184,7 @@ def _told(*words: str) -> tuple[str, str | None]:
 
 
 def _gpus() -> tuple[list[Gpu], str | None, str | None]:
-    fields = "index,name,driver_version,memory.total,memory.used,mig.mode.current"
+    fields = "index,name,driver_version,memory.total,memory.used,mig.mode.current,uuid"
     text, error = _told("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     if error is not None:
         return [], None, error
@@ -190,10 +196,35 @@ def parse_gpus(text: str) -> list[Gpu]:
     """Lines of ``nvidia-smi --query-gpu``; memory comes in MiB."""
     found = []
     for row in csv.reader(io.StringIO(text), skipinitialspace=True):
-        if len(row) == 6:
-            index, name, driver, total, used, mig = row
-            found.append(Gpu(int(index), name, driver, _mib(total), _mib(used), mig == "Enabled"))
+        if len(row) == 7:
+            index, name, driver, total, used, mig, uuid = row
+            found.append(Gpu(int(index), name, driver, _mib(total), _mib(used), mig == "Enabled", uuid))
     return found
+
+
+def visible(gpus: list[Gpu], named: str | None) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES names, by index or by (the beginning of) a UUID, in its order; None: all.
+
+    CUDA stops reading at the first that it does not know. A part of a GPU (MIG-...) belongs to one that is not told.
+    """
+    if named is None or "MIG-" in named:
+        return gpus
+    chosen: list[Gpu] = []
+    for part in map(str.strip, named.split(",")):
+        by_uuid = [gpu for gpu in gpus if part.startswith("GPU-") and gpu.uuid.startswith(part)]
+        known = by_uuid or [gpu for gpu in gpus if str(gpu.index) == part]
+        if not known:
+            break
+        chosen += known
+    return chosen
+
+
+def _links(gpus: list[Gpu]) -> dict[str, str]:
+    if len(gpus) < 2:
+        return {}
+    seen = {str(gpu.index) for gpu in gpus}
+    found = parse_topology(_told("nvidia-smi", "topo", "-m")[0])
+    return {pair: link for pair, link in found.items() if set(pair.split("-")) <= seen}
 
 
 def _mib(text: str) -> int:

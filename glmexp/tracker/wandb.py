@@ -113,8 +113,8 @@ class WandbTracker:
             return
         import wandb
 
-        name = re.sub(r"[^\w.-]+", "-", f"{self._name}-{self._identity['id']}")
-        kept = wandb.Artifact(name, type="model", metadata={"folder": folder.name})
+        name = re.sub(r"[^\w.-]+", "-", self._name).strip("-")
+        kept = wandb.Artifact(f"{name}-{self._identity['id']}", type="model", metadata={"folder": folder.name})
         kept.add_dir(str(folder), policy="immutable", skip_cache=True)
         self._run.log_artifact(kept)
 

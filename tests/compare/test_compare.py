@@ -185,6 +185,17 @@ def test_mistakes_on_the_line_are_told_with_a_way_out(
     assert told in capsys.readouterr().err
 
 
+def test_without_plotly_all_but_the_page_is_there(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    words = [str(sweep), "--csv", str(tmp_path / "t.csv"), "--html", str(tmp_path / "t.html")]
+    assert main(words) == 2
+    assert "--html: plotly is not installed\n    -> pip install plotly" in capsys.readouterr().err
+    assert (tmp_path / "t.csv").exists()
+    assert not (tmp_path / "t.html").exists()
+
+
 def test_broken_folders_are_all_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("yaml", "status", "metrics", "good"):
         write_run(tmp_path / "runs" / name, answers=False)

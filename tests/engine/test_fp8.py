@@ -13,7 +13,7 @@ from glmexp.config.compose import run_config
 from glmexp.config.errors import ConfigError
 from glmexp.config.families import FAMILIES
 from glmexp.engine import build, fingerprint, fp8
-from glmexp.entry import artifact, export, proof, sources
+from glmexp.entry import artifact, export, proof, serving, sources
 from glmexp.model.build import load_network
 from tests.engine.cells import configure, engine_loop
 from tests.ranks import run_on_ranks
@@ -203,6 +203,13 @@ def test_runs_keep_their_base_in_fp8_and_a_loaded_artifact_gives_their_logits(tm
         assert proof.judge(tmp_path / name)["faults"] == [], name
         loaded, _ = artifact.load(folder, torch.bfloat16)
         assert fp8.layers(loaded), name
+    # Where LoRA is merged, to write tokens or to split the network, its base is that of 16 bit.
+    for way, low in (("plain", True), ("static", False)):
+        words = ["entry=evaluate", f"artifact.path={tmp_path / 'stage0'}", f"decoding.way={way}"]
+        config = run_config(words, ranks=1, gpus=0)
+        served = serving.load(serving.find(config), config).model
+        assert bool(fp8.layers(served)) == low
+        assert hasattr(served, "peft_config") == low
     # An export merges with the base as it was, and finds it by the fingerprints from before the rounding.
     config = run_config(["entry=export", f"artifact.path={tmp_path / 'stage0'}"], ranks=1, gpus=0)
     (tmp_path / "whole" / artifact.FOLDER).mkdir(parents=True)

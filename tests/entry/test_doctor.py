@@ -20,7 +20,7 @@ from glmexp.config.nearest import keys
 from glmexp.entry.doctor import table
 from glmexp.launcher import diagnosis
 from glmexp.launcher.diagnosis import Finding
-from glmexp.launcher.machine import Bench, Gpu, Interface, Machine, Torch, parse_gpus, parse_topology
+from glmexp.launcher.machine import Bench, Gpu, Interface, Machine, Torch, parse_gpus, parse_topology, visible
 from tests.cli import environment, glmexp
 from tests.config.helpers import asked, config, ds_file, refusal
 
@@ -230,8 +230,8 @@ def test_a_hanging_or_slow_network_is_told_in_the_words_of_the_logs() -> None:
     assert any("over PCIe and the CPU: 0-1 SYS" in one.found and "NCCL_P2P_DISABLE=1" in one.do for one in notes)
 
 
-SMI = """0, NVIDIA H200, 580.159.04, 143771, 4, Disabled
-1, NVIDIA A30, 580.159.04, 24576, 20000, Enabled
+SMI = """0, NVIDIA H200, 580.159.04, 143771, 4, Disabled, GPU-aa11-22
+1, NVIDIA A30, 580.159.04, 24576, 20000, Enabled, GPU-bb33-44
 """
 TOPO = """\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
 GPU0\t X \tNV18\tSYS\tPIX\t0-15\t0
@@ -246,6 +246,26 @@ def test_what_nvidia_smi_prints_is_read() -> None:
     assert (first.name, first.memory_bytes, first.mig) == ("NVIDIA H200", 143771 * 2**20, False)
     assert (second.index, second.used_bytes, second.mig) == (1, 20000 * 2**20, True)
     assert parse_topology(TOPO) == {"0-1": "NV18", "0-2": "SYS", "1-2": "PHB"}
+
+
+@pytest.mark.parametrize(
+    ("named", "indices"),
+    [(None, [0, 1]), ("1", [1]), ("1,0", [1, 0]), ("", []), ("-1", []), ("0,7,1", [0]), ("GPU-bb3", [1]),
+     ("MIG-5", [0, 1])],
+)  # fmt: skip
+def test_only_gpus_that_are_visible_are_told(named: str | None, indices: list[int]) -> None:
+    assert [gpu.index for gpu in visible(parse_gpus(SMI), named)] == indices
+
+
+def test_gpus_that_are_left_out_are_counted_and_none_at_all_is_no_fault() -> None:
+    one = dataclasses.replace(_healthy(), gpus=_healthy().gpus[:1], hidden_gpus=1, topology={}, device_files=2)
+    one.torch.devices = one.torch.devices[:1]
+    one.variables = {"CUDA_VISIBLE_DEVICES": "0"}
+    told = " ".join("\n".join(table(diagnosis.examine(one, config("entry=doctor", gpus=1), []))).split())
+    assert "1 of 2 are visible to a run: CUDA_VISIBLE_DEVICES=0" in told
+    assert "1: NVIDIA H200" not in told
+    none = dataclasses.replace(one, gpus=[], hidden_gpus=2, variables={"CUDA_VISIBLE_DEVICES": ""})
+    assert _broken(none) == []
 
 
 def test_it_finds_what_is_wrong_here_and_says_so_as_json(tmp_path: Path) -> None:

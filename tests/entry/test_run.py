@@ -27,7 +27,8 @@ def _write(path: Path, rows: list[dict[str, str]]) -> str:
 
 
 def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
-    """Base below 10 % exact match on held-out prompts, tuned at least 90 %; one wandb run; the proof passed."""
+    """Base below 10 % exact match on held-out prompts, tuned at least 90 %; one wandb run; the proof passed; in a
+    process of its own the artifact answers as the live model did at the end."""
     done = glmexp(folder=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stderr
     (run,) = runs(tmp_path)
@@ -40,6 +41,16 @@ def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
     for word in ("of them trained", "ranks", "batch", "steps", "base against tuned", "wandb leet run", "next:"):
         assert word in done.stdout, word
     assert done.stderr == "", "no library warns on the terminal"
+    words = ("entry=generate", f"artifact.path={run}", "generate.prompts_file=builtin:demo/eval.jsonl")
+    sizes = ("generate.batch_size=16", "generate.max_new_tokens=64")  # as the eval hook has them: bf16 rounds alike
+    again = glmexp(*words, *sizes, f"generate.output={tmp_path}/answers.jsonl", folder=tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    live = max((run / "samples").glob("step-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
+    found, expected = (
+        [json.loads(line)[key] for line in path.read_text(encoding="utf-8").splitlines()]
+        for path, key in ((tmp_path / "answers.jsonl", "answer"), (live, "generated"))
+    )
+    assert found == expected
 
 
 def test_one_seed_gives_bit_equal_losses(tmp_path: Path) -> None:

@@ -133,23 +133,18 @@ def test_an_offline_run_is_whole_and_says_why_it_is_offline(tmp_path: Path) -> N
     assert [record["exit_code"] for record in records(folder, "exit")] == [0]  # a runtime stands beside it
 
 
-def test_what_was_trained_is_kept_when_asked_for_and_its_files_are_not_copied(tmp_path: Path) -> None:
+def test_no_code_no_git_and_no_console_text_is_stored_and_the_artifact_where_asked_for(
+    tmp_path: Path,
+) -> None:
     trained = tmp_path / "run" / "artifact"
     trained.mkdir(parents=True)
     (trained / "adapter_model.safetensors").write_bytes(b"weights")
-    assert "FAILURE None" in track(tmp_path / "run", mode="offline", artifact=True)
+    track(tmp_path / "run", mode="offline", status="failed", group="mine", artifact=True)
     (folder,) = offline_runs(tmp_path / "run")
-    run_id = records(folder, "run")[0]["run_id"]
     (kept,) = (one for one in records(folder, "artifact") if one["type"] == "model")
-    assert kept["name"] == f"run-{run_id}"
+    assert kept["name"] == f"run-{records(folder, 'run')[0]['run_id']}"
     (file,) = kept["manifest"]["contents"]
-    assert file["path"] == "adapter_model.safetensors"
-    assert Path(file["local_path"]) == trained / "adapter_model.safetensors"
-
-
-def test_no_code_no_git_and_no_console_text_is_stored(tmp_path: Path) -> None:
-    track(tmp_path / "run", mode="offline", status="failed", group="mine")
-    (folder,) = offline_runs(tmp_path / "run")
+    assert Path(file["local_path"]) == trained / "adapter_model.safetensors", "named and not copied"
     stored = {path.name for path in (folder / "files").rglob("*") if path.is_file()}
     assert {name for name in stored if not name.endswith(".table.json")} == {"requirements.txt"}
     assert records(folder, "run")[0]["run_group"] == "mine"
