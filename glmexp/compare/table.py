@@ -26,6 +26,8 @@ _NOT_THE_RUN = (
     ),
 )
 """Where a run lay and who watched it: no part of what is compared."""
+_LONG = 80
+"""Characters: runs that differ in this much are known by their names."""
 LOWER_IS_BETTER = (LOSS, "best/loss", "eval/loss/perplexity", "train/loss", "mem/peak_bytes", "time/train_s")
 
 
@@ -184,7 +186,7 @@ def _differing(configs: Sequence[dict[str, Any]], swept: Sequence[str]) -> list[
 
 
 def _labels(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
-    """Short words that tell the rows apart: what differs, else where they lie."""
+    """Short words that tell the rows apart: what differs, else (or where that would be long) where they lie."""
     leaves = [key.rsplit(".", 1)[-1] for key in keys]
     names = [leaf if leaves.count(leaf) == 1 else key for leaf, key in zip(leaves, keys, strict=True)]
 
@@ -195,7 +197,7 @@ def _labels(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     labels = [words(row) for row in rows]
     places = [row.name for row in rows]
     return [
-        label if label and labels.count(label) == 1 else f"{label} {place}".strip()
+        place if len(label) > _LONG else label if label and labels.count(label) == 1 else f"{label} {place}".strip()
         for label, place in zip(labels, places, strict=True)
     ]
 

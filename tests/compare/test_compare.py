@@ -185,6 +185,14 @@ def test_mistakes_on_the_line_are_told_with_a_way_out(
     assert told in capsys.readouterr().err
 
 
+def test_runs_that_have_little_in_common_are_known_by_their_names(tmp_path: Path) -> None:
+    far = {"data.max_length": 256, "optim.schedule": "linear", "train.epochs": 9.0, "eval.batch_size": 3}
+    far |= {"optim.warmup_ratio": 0.5, "optim.weight_decay": 0.25}
+    write_run(tmp_path / "a" / "one", {RANK: 4}, answers=False)
+    write_run(tmp_path / "a" / "two", far, answers=False)
+    assert [row.label for row in table(read_all([tmp_path])).rows] == ["a/one", "a/two"]
+
+
 def test_without_plotly_all_but_the_page_is_there(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
