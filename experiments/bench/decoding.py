@@ -8,10 +8,10 @@
 One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; seconds of the first generation
 (compiling and recording), then the median TPOT of five generations of 64 tokens, the share of the bandwidth that a
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
-coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots in place of flash decoding, ``..._oneshot``
-sums over ranks by symmetric memory. ``error``: two layers of each family's true widths; the largest error of the
-logits of a decoding step against the same weights in float32, relative to those of transformers' generate in bf16 (1.2
-is allowed). ``sums``: 56 sums of a token's hidden states, NCCL's and the one-shot kernel of symmetric memory.
+coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots in place of flash decoding. ``error``: two
+layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
+float32, relative to those of transformers' generate in bf16 (1.2 is allowed). ``sums``: 56 sums of a token's hidden
+states, NCCL's and the one-shot kernel of symmetric memory. Measured: results/decoding_h200.jsonl.
 ``--small``: narrow layers on the CPU, for a rehearsal.
 """
 
@@ -43,8 +43,6 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "tuned": ("compiled", {"coordinate_descent_tuning": True}),
     "graph_masked": ("graph", None),
     "compiled_masked": ("compiled", None),
-    "graph_oneshot": ("graph", None),
-    "compiled_oneshot": ("compiled", None),
 }
 NEW = 64
 STOP, PAD = [1], 0
@@ -113,9 +111,6 @@ def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> No
     """First generation, five more, kernels of a step."""
     decoder = None if name == "plain" else Decoder(network, *WAYS[name])
     slots.has_kernel = (lambda _: False) if name.endswith("_masked") else has_kernel  # type: ignore[attr-defined]
-    tensor_parallel.ONE_SHOT = None
-    if name.endswith("_oneshot"):
-        tensor_parallel.use_one_shot(asked.ids.shape[0] * 4096, network.dtype, place())
     side = transformers_generate(network) if decoder is None else ours(decoder)
     began = time.perf_counter()
     side(asked)

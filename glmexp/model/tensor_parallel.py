@@ -208,40 +208,6 @@ def _share_heads(network: nn.Module, ranks: int) -> None:
                     setattr(module, name, getattr(module, name) // ranks)
 
 
-class OneShot:
-    """The sum of few numbers in one kernel: every rank reads the others' part over NVLink (torch's symmetric memory;
-    no multicast). NCCL needs several rounds for it."""
-
-    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
-        group = dist.group.WORLD
-        assert group is not None, "ranks share a network in a process group"
-        self.group = group.group_name
-        self.buffer = symmetric.empty(numbers, dtype=dtype, device=device)
-        symmetric.rendezvous(self.buffer, group)
-
-    def takes(self, part: Tensor) -> bool:
-        """Few enough, of the same format, and whole words of 16 bytes."""
-        fits = part.numel() <= self.buffer.numel() and part.numel() * part.element_size() % 16 == 0
-        return fits and part.dtype == self.buffer.dtype
-
-    def sum(self, part: Tensor) -> Tensor:
-        """A new tensor with the sum of all ranks' ``part``."""
-        flat = part.contiguous().view(-1)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(self.buffer, flat, "sum", self.group).view(part.shape)
-
-
-ONE_SHOT: OneShot | None = None
-"""Used where it is set: see ``use_one_shot``."""
-
-
-def use_one_shot(numbers: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Sums of at most ``numbers`` numbers go through ``OneShot`` from now on. Collective."""
-    global ONE_SHOT
-    ONE_SHOT = OneShot(numbers, dtype, device)
-
-
 def define_sum() -> None:
     """The sum over all ranks as an operator of its own: torch.compile leaves it whole."""
     if hasattr(torch.ops.glmexp, "sum_over_ranks"):
@@ -249,8 +215,6 @@ def define_sum() -> None:
 
     @torch.library.custom_op(SUM, mutates_args=())
     def sum_over_ranks(part: Tensor) -> Tensor:
-        if ONE_SHOT is not None and ONE_SHOT.takes(part):
-            return ONE_SHOT.sum(part)
         total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
