@@ -11,7 +11,7 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 
-from glmexp.config import ds_file, hydra_tree, inference_rules, inherit, rules, sweep
+from glmexp.config import ds_file, hydra_tree, inference_rules, inherit, launch_rules, rules, sweep
 from glmexp.config.arguments import Arguments, Given, parse, understand
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Groups, Origin, Tree
@@ -298,7 +298,13 @@ class _Composer:
             )
         if tree.origins["run.dir"].default is False:
             self.problems.append(Problem("run.dir", "every trial would share it", "hydra.sweep.dir=FOLDER"))
-        return self.checked(tree, given, groups)
+        config = self.checked(tree, given, groups)
+        if not self.problems and launch_rules.talks(config):
+            way = "generate.prompts_file=FILE"
+            self.problems.append(
+                Problem("generate.prompts_file", "is null, and trials share no terminal to chat at", way)
+            )
+        return config
 
 
 def _param(value: Any) -> str:

@@ -314,6 +314,7 @@ def test_settings_of_training_have_no_effect_and_are_named() -> None:
         (["entry=generate", "generate.output=gone/a.jsonl"], "generate.output: "),
         (["entry=generate", "generate.max_new_tokens=2048"], "leave no room for a prompt in generate.max_length=2048"),
         (["entry=generate", "generate.batch_size=2"], "generate.batch_size: 2 without effect in a chat"),
+        (["-m", "entry=generate", "generate.temperature=0.5,1"], "trials share no terminal to chat at"),
         (["entry=generate", "launcher=slurm"], "a chat needs a terminal, and a job has none"),
         (["entry=generate", "launcher.nproc=2"], "launcher.nproc: a chat is one process, not 2"),
     ],
