@@ -331,7 +331,7 @@ def shortened(study: Study, work: Path) -> list[tuple[list[str], int]]:
     done = []
     for words in study.commands:
         places = {word.partition("=")[0]: word for word in words[len(_START) :]}
-        folder = Path(places.get("hydra.sweep.dir", f"={study.name}").partition("=")[2])
+        folder = Path(places.get("hydra.sweep.dir", f"={study.name}").partition("=")[2].removeprefix("outputs/"))
         stops = "train.stop_after" in places
         places |= {"hydra.sweep.dir": f"hydra.sweep.dir={work / folder}", "tracker": "tracker=none"}
         places["train.max_steps"] = "train.max_steps=2"

@@ -50,7 +50,7 @@ def test_study_composes_shortened(name: str, tmp_path: Path) -> None:
 def test_commands_of_a_shortened_study_stay_in_its_folder(tmp_path: Path) -> None:
     commands = studies.shortened(studies.read("resume"), tmp_path)
     assert [code for _, code in commands] == [0, 75, 0]
-    assert all(f"hydra.sweep.dir={tmp_path}/outputs/resume/" in " ".join(words) for words, _ in commands)
+    assert all(f"hydra.sweep.dir={tmp_path}/resume/" in " ".join(words) for words, _ in commands)
     assert "train.stop_after=1" in commands[1][0]
 
 
