@@ -166,10 +166,12 @@ class Served:
     def facts(self) -> dict[str, str]:
         """For the terminal."""
         section = self.subject.section
+        way = "plain" if self.decoder is None else self.decoder.way
+        waits = " (the first answer waits some ten seconds for the compiler)" if way == "compiled" else ""
         return {
             "model": f"{section.name} ({section.family}) in {str(self.dtype).removeprefix('torch.')}",
             "artifact": self.subject.words,
-            "placement": f"{self.placement}, decoding: {'plain' if self.decoder is None else self.decoder.way}",
+            "placement": f"{self.placement}, decoding: {way}{waits}",
         }
 
 

@@ -108,6 +108,9 @@ class Decoder:
             slots = there if there is not None and there >= needed else -(-needed // _ROUNDED) * _ROUNDED
         if self.step is None or there != slots:
             self.step = None  # its memory is given back before the next one takes its own
+            if self.way == "compiled":
+                # What was compiled for the last shape is recorded and not called again; eight shapes are torch's limit.
+                torch.compiler.reset()
             self.step = Step(self.network, self.run_layer, slots, *key)
         logits, start, each = self._prompt(input_ids, attention_mask, prefix, lengths)
         shown = input_ids if attention_mask is None else input_ids.where(attention_mask.ne(0), input_ids[:, -1:])

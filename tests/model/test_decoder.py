@@ -183,6 +183,22 @@ def test_blocks_are_compiled_once(family: str) -> None:
     torch._dynamo.reset()
 
 
+def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses one more than its limit: with fullgraph that is an error."""
+    import torch._dynamo
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    model = network("chatglm3", "sdpa")
+    decoder = Decoder(model, "compiled")
+    plain_layer = Decoder(model, "static").run_layer
+    decoder.run_layer = torch.compile(plain_layer, dynamic=False, fullgraph=True, backend="eager")
+    monkeypatch.setattr(Step, "record", lambda self: None)  # it needs a GPU
+    ids, real = prompts("chatglm3", *[4] * 3)
+    expected = Decoder(model, "static").generate(ids, real, 2, [63], PAD)
+    for rows in range(1, 4):
+        assert decoder.generate(ids[:rows], real[:rows], 2, [63], PAD).equal(expected[:rows])
+
+
 def test_networks_without_a_step_of_their_own_go_the_plain_way() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
