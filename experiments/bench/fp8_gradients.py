@@ -1,6 +1,6 @@
-"""LoRA's gradients with a frozen base in fp8, plain and compiled, against those in bf16, at true size.
+"""LoRA's gradients with a frozen base in fp8, plain and compiled, against those in bf16, at true width.
 
-    python experiments/bench/fp8_gradients.py --model chatglm3 [--layers 28] [--tokens 2048] [--small] [--out FILE]
+    python experiments/bench/fp8_gradients.py --model chatglm3 [--layers 2] [--tokens 2048] [--small] [--out FILE]
 
 A speed says nothing where a gradient is lost on the way, and a loss hardly shows it: adapters learn from what flows
 around a layer as well. One network of random weights, one row, one backward pass each:
@@ -11,10 +11,11 @@ around a layer as well. One network of random weights, one row, one backward pas
     fp8_compiled  the same with compiled blocks
 
 One JSON line: the loss of each kind; of the others the relative difference ||a - b|| / ||b|| of all adapters' gradients
-together, and the smallest and median cosine of single tensors; ``compiled_to_plain`` compares the last two. Wanted:
-cosines above 0.99 and far above those of ``cut``; compiled blocks at most 1.2 times as far from bf16 as plain ones in
-fp8 (else it ends with an error). Half a minute, most of it compiling. ``--small``: narrow layers and a CPU's compiler,
-for a rehearsal.
+together, and the smallest and median cosine of single tensors; ``compiled_to_plain`` compares the last two. Wanted: fp8
+far nearer to bf16 than ``cut``, and compiled blocks at most 1.2 times as far as plain ones (else it ends with an
+error). Few layers, because many of random weights are chaotic: over 28 any rounding ends in another gradient (median
+cosine 0.55 for fp8 and 0.58 for ``cut``, 0.71 between the two ways of fp8; H200), and nothing can be told. Half a
+minute on a GPU, most of it compiling. ``--small``: narrow layers, for a rehearsal.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ Gradients = dict[str, Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["chatglm3", "qwen2"], default="chatglm3")
-    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--backend", choices=["inductor", "aot_eager"], default="inductor")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, help="the row is appended here")
     asked = parser.parse_args()
@@ -71,7 +73,7 @@ def main() -> None:
         hook.remove()
     converted = fp8.convert(model, network, [name for name, _ in build.trainable(model)], keep_transposed=True)
     take("fp8")
-    compiled.compile_blocks(network)
+    compiled.compile_blocks(network, backend=asked.backend)
     take("fp8_compiled")
     row: dict[str, Any] = {"kind": "fp8_gradients", "model": asked.model, "layers": len(compiled.blocks(network))}
     row |= {"tokens": tokens, "converted": converted, "losses": losses}

@@ -81,6 +81,7 @@ def main() -> None:
     about = setting(ROOT)
     for model in asked.models:
         for name, (wide, high) in SHAPES[model].items():
+            torch._dynamo.reset()  # else the ninth shape of a function is not compiled any more
             sizes = (64, 96, 128) if asked.small else (asked.rows, wide, high)
             row = {"kind": "product", "weight": f"{model} {name}", "rows": sizes[0], "in": sizes[1], "out": sizes[2]}
             row |= measured(*sizes) | about

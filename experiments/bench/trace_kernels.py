@@ -36,7 +36,7 @@ def main() -> None:
     print(f"{whole / STEPS:.2f} ms of kernels a step")
     for name in sorted(times, key=lambda one: -times[one])[: asked.lines]:
         share = times[name] / whole
-        print(f"{times[name] / STEPS:9.2f} ms {calls[name] / STEPS:6.0f} x {share:6.1%}  {name[: asked.width]}")
+        print(f"{times[name] / STEPS:9.2f} ms {calls[name] / STEPS:6.1f} x {share:6.1%}  {name[: asked.width]}")
 
 
 if __name__ == "__main__":
