@@ -25,7 +25,7 @@ matrix: setup ## every method x model x ZeRO stage on two ranks
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 
 kill: setup ## forty kill -9, each taken up again (an hour)
-	$(BIN)/python -m pytest -m kill -s tests/entry/test_resume.py
+	$(BIN)/python -m pytest -m kill -s tests/entry/test_resume.py tests/engine/test_checkpoint.py
 
 experiments-smoke: setup ## every study of experiments/, two steps a trial, on a CPU (a quarter of an hour)
 	$(BIN)/python experiments/studies.py smoke

@@ -82,25 +82,25 @@ def _loop(
     return Loop(engine, batches, 1, note, lambda _, reason: reason, stop=stop, **more).run()
 
 
-def born(overrides: list[str], folder: str) -> Life:
-    """Train, save, go on without a break."""
+def born(overrides: list[str], folder: str, after: int) -> Life:
+    """Train, save, go on without a break for ``after`` steps."""
     config = cells.configure(*overrides, ranks=distributed.world_size())
-    engine = cells._engine(config, BEFORE + AFTER)
+    engine = cells._engine(config, BEFORE + after)
     _steps(engine, config, 0, BEFORE)
     keeper = saver(engine, Path(folder))
     keeper.save(BEFORE, ABOUT)
     at_cut = digests(engine)
-    losses = _steps(engine, config, BEFORE, AFTER)
+    losses = _steps(engine, config, BEFORE, after)
     keeper.close()
     life = Life(losses, at_cut, digests(engine))
     engine.destroy()
     return life
 
 
-def reborn(overrides: list[str], folder: str) -> Life:
+def reborn(overrides: list[str], folder: str, after: int) -> Life:
     """Load what another life saved, and go on."""
     config = cells.configure(*overrides, ranks=distributed.world_size())
-    engine = cells._engine(config, BEFORE + AFTER)
+    engine = cells._engine(config, BEFORE + after)
     found = checkpoint.find(Path(folder), None)
     assert found is not None
     checkpoint.load(engine, found, config.train.seed, config.train.grad_accum)
@@ -110,7 +110,7 @@ def reborn(overrides: list[str], folder: str) -> Life:
         assert tuple(whole.shape) == shape
         assert hashlib.sha256(whole.numpy().tobytes()).hexdigest() == at_cut[f"master:{name}"], name
     _weights_are_masters(engine)
-    life = Life(_steps(engine, config, BEFORE, AFTER), at_cut, digests(engine))
+    life = Life(_steps(engine, config, BEFORE, after), at_cut, digests(engine))
     engine.destroy()
     return life
 
@@ -123,15 +123,17 @@ def _weights_are_masters(engine: Any) -> None:
             assert torch.equal(tensor, masters[name].cpu().to(tensor.dtype)), name
 
 
-def lives(writers: list[list[str]], folder: str) -> list[Life]:
+def lives(writers: list[list[str]], folder: str, after: int = AFTER) -> list[Life]:
     """``born`` of each, one after another on these ranks."""
-    return [born(words, f"{folder}/{number}") for number, words in enumerate(writers)]
+    return [born(words, f"{folder}/{number}", after) for number, words in enumerate(writers)]
 
 
-def reborn_from(pairs: list[tuple[list[str], str]], group_elements: int | None = None) -> list[Life]:
+def reborn_from(
+    pairs: list[tuple[list[str], str]], group_elements: int | None = None, after: int = AFTER
+) -> list[Life]:
     """``reborn`` of each (words, folder of a life), with smaller optimizer groups if asked for."""
     memory.GROUP_ELEMENTS = group_elements or memory.GROUP_ELEMENTS
-    return [reborn(words, folder) for words, folder in pairs]
+    return [reborn(words, folder, after) for words, folder in pairs]
 
 
 def random_numbers(folder: str) -> tuple[list[float], list[float]]:
