@@ -71,7 +71,7 @@ def test_another_stage_rank_count_or_offload_loads_the_same_bits(
             assert life.losses == pytest.approx(born[number].losses, abs=1e-5), (ARRANGEMENTS[number], other)
             assert len(life.losses) == after
             worst = max(abs(one - two) for one, two in zip(life.losses, born[number].losses, strict=True))
-            print(f"{after} steps, {ARRANGEMENTS[number]} -> {other[len(FULL) :]} on {ranks}: losses differ by {worst:.1e} at most")
+            print(f"{after} steps, {ARRANGEMENTS[number]} -> {other[len(FULL) :]} on {ranks}: {worst:.1e} at most")
 
 
 def test_all_random_numbers_come_back() -> None:
