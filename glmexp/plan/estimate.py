@@ -112,7 +112,8 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
     }
     always = steady | ({"gradients": states.gradients, "buckets": states.buckets} if states.bucket_is_kept else {})
     between = always | {"gradients so far": states.accumulated}
-    filled = between | {"gradients": states.gradients, "buckets": states.buckets}
+    further = {} if states.adds_in_place else {"gradients so far": states.accumulated}
+    filled = always | further | {"gradients": states.gradients, "buckets": states.buckets}
     blocks = {"activations": act.blocks + act.rest}
     gathered = {"gathered": states.gathered}
     reduced = filled if states.early else between | {"buckets": states.buckets}

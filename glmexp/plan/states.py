@@ -32,7 +32,9 @@ class States:
     weights: int = 0
     gradients: int = 0
     accumulated: int = 0
-    """A second set of gradients during the backward passes after the first of a step."""
+    """Gradients of the micro batches before, in the passes after the first of a step."""
+    adds_in_place: bool = False
+    """What a micro batch adds goes into them (``engine/accumulation.py``); else it stands beside them."""
     masters: int = 0
     moments: int = 0
     buckets: int = 0
@@ -121,10 +123,11 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
     bucket = element * (zero.reduce_bucket_size or REDUCE_BUCKET)
     contiguous = zero.contiguous_gradients is not False or offloaded
     largest = element * _largest(model.trained)
-    # Stage 1 reduces once a step: until then each gradient is whole. Stage 2 adds a second set to the first.
+    # Stage 1 reduces once a step: until then each gradient is whole.
     more = element * (own if zero.stage == 2 else model.trained_elements) if accumulates and not offloaded else 0
     common = {
         "accumulated": more,
+        "adds_in_place": contiguous and zero.stage == 2,
         "weights": weights,
         "buckets": bucket * (2 if zero.overlap_comm else 1) if contiguous else 0,
         "largest_gradient": largest,
