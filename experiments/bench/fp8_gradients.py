@@ -2,7 +2,7 @@
 
     python experiments/bench/fp8_gradients.py --model chatglm3 [--layers 2] [--tokens 2048] [--small] [--out FILE]
 
-A speed says nothing where a gradient is lost on the way, and a loss hardly shows it: adapters learn from what flows
+A speed says nothing where a gradient is lost on the way, and a loss need not show it: adapters learn from what flows
 around a layer as well. One network of random weights, one row, one backward pass each:
 
     bf16          what the others are compared with

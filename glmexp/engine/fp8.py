@@ -79,7 +79,7 @@ def quantised_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``weight`` (out, in) as fp8 values and scales (1, out), both as the bits of integers: engines cast what is a
     floating point number.
 
-    Scales are powers of two, so that dividing by them is exact, and the values are the same bits on any device. The
+    Scales are powers of two, so that dividing by them is exact and the values do not depend on the device. The
     largest value of a row comes to lie between 128 and 256.
     """
     _, exponents = torch.frexp(weight.abs().amax(1).float())
