@@ -26,6 +26,10 @@ def test_one_rank_where_more_would_do_the_same() -> None:
         (("entry=evaluate", "placement=tensor_parallel"), "tensor_parallel with 1 rank shares nothing"),
         (("entry=evaluate", "decoding.way=graph"), "decoding.way: graph needs a GPU"),
         (("entry=evaluate", "placement=layers", "decoding.way=static"), "decoding.way=plain"),
+        (
+            ("entry=generate", "placement=tensor_parallel", "launcher.nproc=2"),
+            "placement.name: tensor_parallel: a chat is one process",
+        ),
         (("entry=bench", "bench.prompt_lengths=[]"), "bench.prompt_lengths: is empty"),
         (("entry=bench", "bench.plain=true", "decoding.way=plain"), "is what it would compare with"),
         (("entry=bench", "launcher.nproc=2"), "2 ranks would measure the same"),
