@@ -35,7 +35,8 @@ def ranks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     launcher = config.launcher
     if launcher.name == "inprocess" and launcher.nproc not in (None, 1):
         yield Problem("launcher.nproc", f"launcher=inprocess is one rank, not {launcher.nproc}", "launcher=local")
-    if launcher.name in ("local", "slurm") and launcher.nproc is not None and 0 < facts.gpus < launcher.nproc:
+    here = launcher.name in ("local", "slurm") and config.entry.name != "plan"  # which plans for other machines too
+    if here and launcher.nproc is not None and 0 < facts.gpus < launcher.nproc:
         yield Problem(
             "launcher.nproc",
             f"{launcher.nproc} ranks on {facts.gpus} GPU{'s' if facts.gpus > 1 else ''}: each rank needs its own",

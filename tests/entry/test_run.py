@@ -33,6 +33,8 @@ def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (run,) = runs(tmp_path)
     matches = [line["eval/generate/exact_match"] for line in metrics(run) if "eval/generate/exact_match" in line]
+    assert all("mem/planned_bytes" in line for line in metrics(run) if "mem/peak_bytes" in line)
+    assert "plan: peak" in done.stdout
     assert matches[0] < 0.10
     assert matches[-1] >= 0.90
     assert json.loads((run / "proof.json").read_text())["passed"] is True

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from glmexp.__main__ import main
-from glmexp.config.compose import run_config
+from glmexp.config.arguments import parse
+from glmexp.config.compose import Machine, request, run_config
 from glmexp.config.errors import ConfigError
 from glmexp.engine.out_of_memory import _report
 from glmexp.entry import planned
@@ -97,6 +98,13 @@ def test_every_proposal_is_a_configuration_that_the_rules_accept() -> None:
         config = run_config([*WORDS, *words, *change.words], ranks=change.ranks)
         again = report.plan_of(config, change.ranks, plan.card, shape)
         assert again.memory.peak == report.plan_of(change.config, change.ranks, plan.card, shape).memory.peak
+
+
+def test_more_ranks_than_this_machine_has_gpus_can_be_planned() -> None:
+    words, machine = [*WORDS, "launcher.nproc=8"], Machine(1, None)
+    assert request(parse([*words, "entry=plan", "plan.gpu=H100"]), machine).trials[0].launcher.nproc == 8
+    with pytest.raises(ConfigError, match="8 ranks on 1 GPU"):
+        request(parse(words), machine)
 
 
 def test_cards_are_amounts_or_names() -> None:
