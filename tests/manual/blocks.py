@@ -1,7 +1,8 @@
 """The code of the manual's pages: every fenced block with what its fence asks for, and every command in the text.
 
     ```bash              composed: each command of glmexp goes through every check, nothing is started
-    ```bash gpu=4        the same on a machine with 4 GPUs
+    ```bash gpu=4        the same on a machine with 4 GPUs, and trainings are planned: bytes of each phase
+    ```bash gpu=4 memory=24GB    and the plan must fit into such GPUs
     ```bash run          run by a shell, in the order of the pages, in one folder that all pages share
     ```bash skip: WHY    not executed; WHY stands in docs/README.md
     ```yaml file=PATH    written to PATH of that folder (yaml, json, python)

@@ -6,12 +6,16 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from glmexp.compare import __main__ as comparison
 from glmexp.config.arguments import parse
 from glmexp.config.compose import Machine, request
+from glmexp.config.entries import TRAINS
 from glmexp.config.errors import UserError
+from glmexp.config.schema import RunConfig
+from glmexp.plan import cards, estimate, shapes
 from tests.manual.blocks import ROOT
 
 RANKS = re.compile(r"--?(?:nproc_per_node|num_gpus|num_processes|ntasks-per-node|n)[= ](\d+)")
@@ -35,13 +39,13 @@ def commands(text: str) -> Iterator[list[str]]:
             words = []
 
 
-def fault(words: list[str], gpus: int) -> str | None:
-    """What is wrong with a command; None where it would start."""
+def fault(words: list[str], gpus: int, memory: str | None = None) -> str | None:
+    """What is wrong with a command; None where it would start. memory: what it must fit into on each GPU."""
     if words[0] == "make":
         return None if f"\n{words[1]}:" in (ROOT / "Makefile").read_text() else f"there is no target {words[1]}"
     own = _own_words(words)
     if own is not None:
-        return _composes(own, words, gpus)
+        return _composes(own, words, gpus, memory)
     if words[:2] == ["python", "-m"] and words[2] == "pytest":
         gone = [word for word in words if word.startswith("tests/") and not (ROOT / word.partition("::")[0]).exists()]
         return f"no such test: {gone[0]}" if gone else None
@@ -66,7 +70,7 @@ def _own_words(words: list[str]) -> list[str] | None:
     return None
 
 
-def _composes(own: list[str], words: list[str], gpus: int) -> str | None:
+def _composes(own: list[str], words: list[str], gpus: int, memory: str | None) -> str | None:
     if set(own) & set(SHOWN):
         return None
     outside = None
@@ -75,10 +79,24 @@ def _composes(own: list[str], words: list[str], gpus: int) -> str | None:
         outside = int(found[1]) if found else 2
     try:
         # More ranks than GPUs is what a launcher of several machines looks like from here.
-        request(parse(own), Machine(max(gpus, 0), outside, cores=8))
+        asked = request(parse(own), Machine(gpus, outside, cores=8))
+        return next(filter(None, (_planned(one, memory) for one in asked.trials if gpus)), None)
     except UserError as error:
         return error.report()
-    return None
+
+
+def _planned(config: RunConfig, memory: str | None) -> str | None:
+    """The plan of a training on GPUs, at the sizes that its option has, rows of full length; what does not fit."""
+    if config.entry.name not in TRAINS or not shapes.knows(config):
+        return None
+    sized = replace(config, model=replace(config.model, init="random"))
+    ranks = (config.launcher.nproc or 1) * config.launcher.nnodes
+    planned = estimate.memory_of(sized, ranks, estimate.whole_batch(sized))
+    if memory is None or planned.fits(cards.card(memory)):
+        return None
+    return (
+        f"{planned.reserved() / 2**30:.1f} GiB do not fit into {memory}: {config.run.name} at stage {config.zero.stage}"
+    )
 
 
 def _compares(words: list[str]) -> str | None:

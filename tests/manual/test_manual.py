@@ -97,7 +97,7 @@ def _judged(block: Block, folder: Path) -> Iterator[str | None]:
     elif block.language in SHELL:
         yield syntax(block.text)
         for words in commands(block.text):
-            yield fault(words, int(block.asked("gpu") or 0))
+            yield fault(words, int(block.asked("gpu") or 0), block.asked("memory"))
     elif block.language == "python":
         compile(block.text, block.place, "exec")
     elif block.language == "yaml":
