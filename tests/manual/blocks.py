@@ -124,7 +124,8 @@ def with_code_of(chinese: str, english: Path) -> str:
     def renewed(fence: re.Match[str]) -> str:
         if fence[1].split()[0] not in CODE:
             return fence[0]
-        block = next(code)
+        block = next(code, None)
+        assert block is not None, f"the Chinese {english.name} has a block more than the English one"
         return f"```{' '.join([block.language, *block.words])}\n{block.text}\n```\n"
 
     return re.sub(r"^```(\S.*)\n(?:.*\n)*?```\n", renewed, chinese, flags=re.M)
