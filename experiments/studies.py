@@ -170,7 +170,7 @@ def _row(study: Study, options: dict[str, Any], runs: Sequence[Run], but: Sequen
     """The runs that have these options, and every other key as the study's file has it."""
     from glmexp.compare.table import Row, compared
 
-    wanted = {seed: _composed(study, options, seed) for seed in study.grid.get(SEED, [None])}
+    wanted = {seed: _composed(study, options, seed, but) for seed in study.grid.get(SEED, [None])}
     fitting: list[Run] = []
     closest: tuple[int, str] = (1 << 30, "there are none")
     for config in wanted.values():
@@ -192,7 +192,7 @@ def _row(study: Study, options: dict[str, Any], runs: Sequence[Run], but: Sequen
     return Row("", fitting)
 
 
-def _composed(study: Study, options: dict[str, Any], seed: int | None) -> dict[str, Any]:
+def _composed(study: Study, options: dict[str, Any], seed: int | None, but: Sequence[str] = ()) -> dict[str, Any]:
     """Dotted key to value of one trial, as the command line composes it."""
     from glmexp.config.arguments import parse
     from glmexp.config.compose import Machine, request
@@ -200,7 +200,9 @@ def _composed(study: Study, options: dict[str, Any], seed: int | None) -> dict[s
 
     words = [f"{key}={_text(value)}" for key, value in options.items() if key in study.grid]
     seeds = [] if seed is None else [f"{SEED}={seed}"]
-    (config,) = request(parse(["-m", f"+experiments={study.name}", *words, *seeds]), Machine()).trials
+    # A bench's data lay elsewhere; composing asks only that there is such a file.
+    data = [f"data.train_file={__file__}"] if {"data.train_file"} & set(but) & set(study.fixed) else []
+    (config,) = request(parse(["-m", f"+experiments={study.name}", *words, *seeds, *data]), Machine()).trials
     return flatten(dump(config))
 
 
@@ -238,7 +240,7 @@ def _bench_run(line: dict[str, Any]) -> Run:
     results: dict[str, float] = {}
     if line.get("kind") == "side":
         name, state = line["side"], "finished"
-        words = [word for word in line["command"].split()[3:] if not word.startswith(("run.dir", "data.train_file"))]
+        words = [word for word in line["command"].split()[3:] if not word.startswith(("run.", "data.train_file"))]
         config = flatten(dump(run_config([*words, f"data.train_file={__file__}"], ranks=_ranks(words))))
         results = {name: line[name.rpartition("/")[2]] for name in ("perf/tokens_per_s", "perf/step_s")}
     else:
