@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ from glmexp.config.schema import PrecisionSection, TrainSection
 CONFIG = "config.yaml"
 CARD = "glmexp.json"
 CHECKPOINTS = "checkpoints"
+SWEEP_TABLE = "sweep.csv"
 WHOLE = ("full16", "exported")
 """Kinds of artifacts that hold a whole model."""
 MOVABLE = "model.path"
@@ -126,6 +128,16 @@ def entry_of(path: Path) -> str | None:
         if (folder / CONFIG).is_file():
             return _text(_mapping(folder / CONFIG), "entry", "name")
     return None
+
+
+def best_trial(path: Path) -> Path | None:
+    """The first trial in the table of a sweep, which is its best; None where the path is no sweep's folder."""
+    table = path.expanduser() / SWEEP_TABLE
+    if not table.is_file():
+        return None
+    with table.open(encoding="utf-8", newline="") as file:
+        first = next(csv.DictReader(file), None)
+    return None if first is None else path / first["folder"]
 
 
 def run_of(path: Path) -> Path | None:

@@ -83,13 +83,16 @@ def _keys_of(cls: Any, path: str) -> list[str]:
 
 
 def nearest(name: str, candidates: list[str]) -> list[str]:
-    """At most three candidates like ``name``, best first; a candidate with the same last part counts as near."""
-    leaf = name.rsplit(".", 1)[-1]
+    """At most three candidates like ``name``, best first; a candidate with the same last part counts as near, and one
+    of the same group with nearly the same last part as nearer."""
+    group, _, leaf = name.rpartition(".")
     scored = []
     for candidate in candidates:
         whole = difflib.SequenceMatcher(None, name, candidate).ratio()
-        last = difflib.SequenceMatcher(None, leaf, candidate.rsplit(".", 1)[-1]).ratio()
-        scored.append((max(whole, 0.9 * last + 0.1 * whole), candidate))
+        place, _, end = candidate.rpartition(".")
+        last = difflib.SequenceMatcher(None, leaf, end).ratio()
+        at_home = 0.05 if place == group and last >= 0.85 else 0.0
+        scored.append((max(whole, 0.9 * last + 0.1 * whole) + at_home, candidate))
     scored.sort(key=lambda pair: (-pair[0], pair[1]))
     return [one for score, one in scored[:3] if score >= 0.65 and score >= scored[0][0] - 0.02]
 

@@ -22,7 +22,7 @@ from glmexp.config import (
 from glmexp.config.entries import GOES_ON, PLANS, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
-from glmexp.config.inherit import AUTO
+from glmexp.config.inherit import AUTO, best_trial
 from glmexp.config.load import UnusableValueError
 from glmexp.config.schema import RunConfig
 
@@ -348,6 +348,8 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         )
     elif artifact is not None and not Path(artifact).expanduser().is_dir():
         yield Problem("artifact.path", f"{artifact} is no folder", "name a run folder or its artifact/")
+    elif artifact is not None and (best := best_trial(Path(artifact))) is not None:
+        yield Problem("artifact.path", f"{artifact} is a sweep, not a run", f"one of its trials, the best: {best}")
     if entry != "doctor":
         for key in sorted(key for key in facts.explicit if key.startswith("doctor.")):
             yield Problem(key, f"without effect under entry={entry}", "entry=doctor")

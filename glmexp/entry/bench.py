@@ -39,7 +39,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
     subject = serving.find(config)
     with session(config, run_folder) as here:
         served = serving.load(subject, config)
-        _check_window(config, served)
+        _check(config, served)
         here.start_tracker()
         sides = _sides(config, served)
         rate = copy_rate(distributed.device())
@@ -83,18 +83,22 @@ def _sides(config: RunConfig, served: Served) -> dict[str, Side]:
     return found
 
 
-def _check_window(config: RunConfig, served: Served) -> None:
-    """Raise ConfigError where a prompt and its answer leave the network's positions."""
-    most = kv_cache.max_positions(served.model)
-    longest = max(config.bench.prompt_lengths)
-    if longest + config.bench.new_tokens > most:
+def _check(config: RunConfig, served: Served) -> None:
+    """Raise ConfigError where a prompt and its answer leave the network's positions, or a batch's cache has no room."""
+    bench, most = config.bench, kv_cache.max_positions(served.model)
+    longest = max(bench.prompt_lengths)
+    if longest + bench.new_tokens > most:
         raise ConfigError(
             Problem(
                 "bench.prompt_lengths",
-                f"{longest} and {config.bench.new_tokens} new tokens leave the network's {most} positions",
-                f"{most - config.bench.new_tokens} at most",
+                f"{longest} and {bench.new_tokens} new tokens leave the network's {most} positions",
+                f"{most - bench.new_tokens} at most",
             )
         )
+    free = kv_cache.free_bytes(served.device)
+    lack = kv_cache.too_large(served.cache, max(bench.batch_sizes), longest + bench.new_tokens, free)
+    if lack is not None:
+        raise ConfigError(Problem("bench.batch_sizes", lack, "smaller ones, or shorter bench.prompt_lengths"))
 
 
 def _questions(config: RunConfig, served: Served) -> list[Asked]:

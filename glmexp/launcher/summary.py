@@ -9,10 +9,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from glmexp.config.inherit import SWEEP_TABLE
 from glmexp.config.schema import SweepSection
 from glmexp.launcher.trials import FINISHED, SweepState, Trial
 
-TABLE = "sweep.csv"
 FIRST_CHOICES = ("eval/loss/loss", "train/loss")
 """What trials are compared by where sweep.metric is null."""
 _METRICS_SHOWN = 4
@@ -63,8 +63,8 @@ def write_csv(state: SweepState, settings: SweepSection) -> Path:
         numbers = [trial.metrics.get(name, "") for name in metrics]
         seconds = "" if trial.seconds is None else round(trial.seconds, 1)
         rows.writerow([trial.number, *values, *numbers, trial.state, seconds, trial.folder, trial.reason])
-    file = state.root / TABLE
-    temporary = file.with_name(f".{TABLE}.{os.getpid()}")
+    file = state.root / SWEEP_TABLE
+    temporary = file.with_name(f".{SWEEP_TABLE}.{os.getpid()}")
     temporary.write_text(text.getvalue(), encoding="utf-8")
     temporary.replace(file)
     return file

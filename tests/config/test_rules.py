@@ -119,3 +119,12 @@ def test_a_rule_that_reads_a_wrong_value_stays_silent_and_the_others_speak(tmp_p
     text = refusal("zero.stage=x", "optim.betas=[1,1]", "optim.warmup_steps=9", "train.max_steps=3")
     assert text.startswith("3 config errors:")
     assert "optim.warmup_steps: 9 steps of warm-up" in text
+
+
+def test_a_sweep_as_artifact_names_its_best_trial(tmp_path: Path) -> None:
+    (tmp_path / "sweep.csv").write_text(
+        "trial,method.rank,state,folder\n3,8,finished,3_rank-8\n1,2,finished,1_rank-2\n"
+    )
+    told = refusal("entry=evaluate", f"artifact.path={tmp_path}")
+    assert f"{tmp_path} is a sweep, not a run" in told
+    assert f"one of its trials, the best: {tmp_path}/3_rank-8" in told

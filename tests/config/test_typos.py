@@ -47,7 +47,8 @@ def test_a_right_leaf_in_a_wrong_group_is_found() -> None:
     assert unknown_key("rank", 8).fix == "did you mean method.rank?"
     assert unknown_key("model.rank", 8).fix == "did you mean method.rank?"
     assert unknown_key("stage", 3).fix == "did you mean zero=stage3?"
-    assert unknown_key("train.max_length", 3).fix == "did you mean data.max_length?"
+    assert unknown_key("train.max_length", 3).fix == "did you mean data.max_length or generate.max_length?"
+    assert unknown_key("bench.batch_size", 4).fix == "did you mean bench.batch_sizes?", "not eval.batch_size"
 
 
 def test_names_of_other_trainers_point_to_keys_that_exist() -> None:

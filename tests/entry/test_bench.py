@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
+from glmexp.config.compose import run_config
+from glmexp.config.errors import ConfigError
+from glmexp.engine import kv_cache
+from glmexp.entry import bench
 from glmexp.entry.measure import Cell, Run, answer_lengths, copy_rate, weights_read
 from tests.cli import glmexp, metrics, runs
 from tests.model.samples import network
@@ -23,6 +30,23 @@ def test_time_of_a_token_leaves_out_the_first_and_the_limit() -> None:
     assert run.tokens_per_s == 9 / 2.5
     cell = Cell("static", 2, 8, [run, Run(0.1, 1.1, 6, 12, 0), Run(0.3, 1.5, 4, 8, 0), Run(0.2, 1.4, 4, 8, 0)])
     assert cell.spread("first_s") == (0.25, 0.1, 0.5)
+
+
+def test_a_batch_whose_cache_has_no_room_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "entry=bench",
+        "tracker=none",
+        "bench.batch_sizes=[2,1000]",
+        "bench.prompt_lengths=[40]",
+        "bench.new_tokens=8",
+    ]
+    model = network("chatglm3", "sdpa")
+    served: Any = SimpleNamespace(model=model, device=model.device, cache=kv_cache.shape_of(model, torch.float32))
+    bench._check(run_config(words), served)
+    monkeypatch.setattr(kv_cache, "free_bytes", lambda device: 10**6)
+    with pytest.raises(ConfigError, match=r"1000 rows of 48 tokens need .* and 0\.00 GB are free") as caught:
+        bench._check(run_config(words), served)
+    assert caught.value.problems[0].where == "bench.batch_sizes"
 
 
 def test_weights_of_a_step_are_all_but_the_embedding_unless_it_is_the_output_too() -> None:
