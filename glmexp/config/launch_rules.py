@@ -63,6 +63,8 @@ def nodes(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         if launcher.master_addr is not None:
             yield Problem("launcher.master_addr", "without effect on a single machine", "launcher.nnodes=2")
         return
+    if config.entry.name == "plan":  # it starts no rank: which machine this one is does not matter
+        return
     if launcher.node_rank is None or launcher.node_rank >= launcher.nnodes:
         what = "is null" if launcher.node_rank is None else f"{launcher.node_rank} is too high"
         last = launcher.nnodes - 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from glmexp.config.data_rules import BUILTIN
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection, RunConfig
 from glmexp.data import forms
@@ -72,9 +73,16 @@ def lengths(config: RunConfig) -> Lengths | None:
     return Lengths(count, np.array(tokens), np.array(labels), source)
 
 
+def stands_in(config: RunConfig) -> bool:
+    """The training file is the shipped demo, as long as no other is named, and the model is none of those that are
+    shipped to be tried out on it: its rows say nothing of what the run will be."""
+    file, path = config.data.train_file, config.model.path
+    return file is not None and file.startswith(BUILTIN) and (path is None or not path.startswith(BUILTIN))
+
+
 def _shipped(model: ModelSection) -> bool:
     """The tokenizer is a small one that is shipped."""
-    builtin = model.path is not None and model.path.startswith("builtin:")
+    builtin = model.path is not None and model.path.startswith(BUILTIN)
     return builtin or (model.init == "random" and FAMILIES[model.family].tiny is not None)
 
 

@@ -36,18 +36,24 @@ def tell(config: RunConfig) -> int:
         )
     card = cards.card(config.plan.gpu) if config.plan.gpu is not None else cards.here()
     rows = _rows(config)
-    shape = Shape.unknown(config) if rows is None else _shape(rows)
+    shape = _shape(config, rows)
     ranks = (config.launcher.nproc or 1) * config.launcher.nnodes
     plan = report.plan_of(config, ranks, card, shape, _host_limit(config, card))
-    found = _found(plan, shape) if config.plan.search or not plan.fits else []
+    fitting = search.fitting(plan, shape) if config.plan.search and card is not None else []
+    found = search.best(fitting, ALTERNATIVES)
+    if not (plan.fits or fitting or card is None):
+        first = search.first_that_fits(plan, shape)
+        found = [] if first is None else [first]
     run = _run(plan, rows)
     if config.plan.json:
         told = report.as_json(plan) | {"rows": shape.source, "run": run, "fitting": [_as_json(one) for one in found]}
+        told["more_fit"] = max(0, len(fitting) - len(found))
         print(json.dumps(told, indent=2, ensure_ascii=False))
         return 0 if plan.fits else EXIT_USER_MISTAKE
     print("\n".join([*_head(plan, shape), *report.table(plan), "", *_foot(plan, rows, run)]))
+    if config.plan.search:
+        print("\n".join(_searched(fitting, card)))
     if plan.fits:
-        print("\n".join(_searched(found, config)))
         return 0
     raise ConfigError(refusal(plan, found))
 
@@ -62,17 +68,7 @@ def refusal(plan: Plan, found: list[tuple[search.Change, Plan]]) -> Problem:
     if not found:
         return Problem(where, what, "nothing that this project can change makes it fit: a smaller model, larger cards")
     change, other = found[0]
-    time = "" if other.seconds is None else f", {other.seconds.total:.3g} s a step"
-    return Problem(where, what, f"{' '.join(change.words)} would fit: peak {report.size(other.memory.peak)}{time}")
-
-
-def _found(plan: Plan, shape: Shape) -> list[tuple[search.Change, Plan]]:
-    """With plan.search the fastest that fit, else the cheapest change."""
-    if plan.card is None:
-        return []
-    found = search.fastest(plan, shape) if plan.config.plan.search else []
-    first = search.first_that_fits(plan, shape) if not found else None
-    return found[:ALTERNATIVES] if first is None else [first]
+    return Problem(where, what, f"{change.text} would fit: {report.price(other)}")
 
 
 def _host_limit(config: RunConfig, card: Card | None) -> int | None:
@@ -82,13 +78,17 @@ def _host_limit(config: RunConfig, card: Card | None) -> int | None:
 
 
 def _rows(config: RunConfig) -> estimate.Lengths | None:
+    if estimate.stands_in(config):
+        return None
     try:
         return estimate.lengths(config)
     except DataError:  # entry=inspect and training say what is wrong with the file
         return None
 
 
-def _shape(rows: estimate.Lengths) -> Shape:
+def _shape(config: RunConfig, rows: estimate.Lengths | None) -> Shape:
+    if rows is None:
+        return Shape.in_place_of_the_demo(config) if estimate.stands_in(config) else Shape.unknown(config)
     return Shape(int(rows.tokens.max()), rows.label_share, float(rows.tokens.mean()), rows.source)
 
 
@@ -217,19 +217,16 @@ def _long(seconds: float | None) -> str:
     )
 
 
-def _searched(found: list[tuple[search.Change, Plan]], config: RunConfig) -> list[str]:
-    if not config.plan.search:
-        return []
-    if not found:
-        return ["search: no card to fit into (plan.gpu=...)"]
-    lines = [
-        "",
-        "fits, fastest first:" if found[0][1].seconds is not None else "fits (no rates are known for this card):",
-    ]
-    for change, plan in found:
-        time = "" if plan.seconds is None else f"{plan.seconds.total:8.3g} s a step, "
-        lines.append(f"  {time}peak {report.size(plan.memory.peak)}: {' '.join(change.words)}")
-    return lines
+def _searched(fitting: list[tuple[search.Change, Plan]], card: Card | None) -> list[str]:
+    if card is None:
+        return ["", "search: no card to fit into (plan.gpu=...)"]
+    if not fitting:
+        return ["", "search: this batch fits with no micro batch, checkpointing, stage or offload of this method"]
+    timed = fitting[0][1].seconds is not None
+    lines = ["", "fits, fastest first:" if timed else "fits, cheapest change first (no rates are known for this card):"]
+    lines += [f"  {report.price(plan)}: {change.text}" for change, plan in search.best(fitting, ALTERNATIVES)]
+    more = len(fitting) - ALTERNATIVES
+    return [*lines, f"  {more} more fit"] if more > 0 else lines
 
 
 def _as_json(one: tuple[search.Change, Plan]) -> dict[str, Any]:

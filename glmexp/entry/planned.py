@@ -34,7 +34,7 @@ def refuse(plan: Plan) -> None:
         return
     shape = Shape(plan.memory.batch.length, plan.memory.batch.labels / plan.memory.batch.places, 1.0, "")
     found = search.first_that_fits(plan, shape)
-    way = "a smaller model, or more GPUs" if found is None else f"{' '.join(found[0].words)} would fit"
+    way = "a smaller model, or more GPUs" if found is None else f"{found[0].text} would fit: {report.price(found[1])}"
     raise ConfigError(
         Problem("plan", report.verdict(plan), f"{way}; plan.enforce=false trains all the same"),
     )

@@ -108,11 +108,21 @@ def known_name(name: str) -> str | None:
     return max(known, key=len) if known and "laptop" not in words else None
 
 
+def _typed_name(text: str) -> str | None:
+    """A known name as people type it: spaces, hyphens and case do not count (RTX4090, h100-pcie)."""
+    joined = {_joined(name): name for name in LISTED}
+    return joined.get(_joined(text)) or known_name(text)
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[\s-]", "", name).lower()
+
+
 def amount(text: str, key: str) -> int:
     """Bytes of an amount such as 24GB. Raises ConfigError with the option's key."""
     found = _AMOUNT.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(Problem(key, f"{text!r} is no amount of memory", "such as 256GB or 512GiB"))
+        raise ConfigError(Problem(key, f"{text!r} is no amount of memory", f"such as {key}=256GB or {key}='512 GiB'"))
     return round(float(found[1]) * _UNITS[found[2].lower()])
 
 
@@ -120,13 +130,13 @@ def card(text: str) -> Card:
     """A card from ``plan.gpu``. Raises ConfigError."""
     if _AMOUNT.fullmatch(text.strip()) is not None:
         return Card(text.strip(), amount(text, "plan.gpu"), None, None, None, PCIE_LINK)
-    found = known_name(text)
+    found = _typed_name(text)
     if found is None:
         raise ConfigError(
             Problem(
                 "plan.gpu",
                 f"{text!r} is neither an amount of memory nor a card that is known here",
-                f"24GB, or one of {', '.join(LISTED)}",
+                f"24GB ('24 GB' with quotes), or one of {', '.join(LISTED)}",
             )
         )
     return _named(found, text, MEMORY_MIB[found] * MIB, None)

@@ -41,6 +41,15 @@ class Shape:
         longest = config.data.max_length
         return Shape(longest, 1.0, longest, "nothing is known of the rows: each is data.max_length tokens, all learned")
 
+    @staticmethod
+    def in_place_of_the_demo(config: RunConfig) -> Shape:
+        """The same where the rows are the shipped demo's: a few words each, which no large model is trained on."""
+        source = (
+            f"each is data.max_length={config.data.max_length} tokens, all learned, in place of "
+            f"{config.data.train_file} (a few words each); data.train_file=FILE plans for yours"
+        )
+        return replace(Shape.unknown(config), source=source)
+
     def batch(self, config: RunConfig) -> Batch:
         """The largest micro batch."""
         if config.data.packing:
@@ -146,6 +155,13 @@ def rules_of_thumb(plan: Plan) -> str:
         f'rule of thumb "0.1 GB per billion for LoRA" beside the weights: {quoted / GB:.2f} GB; here what '
         f"{plan.config.method.name} adds is {max(0, added) / GB:.3f} GB, and the peak is {plan.memory.peak / GB:.1f} GB"
     )
+
+
+def price(plan: Plan) -> str:
+    """What a configuration takes: peak, host memory where something is kept there, seconds of a step."""
+    host = f", {size(plan.host_bytes)} of host memory" if plan.memory.states.host else ""
+    time = "" if plan.seconds is None else f", {plan.seconds.total:.3g} s a step"
+    return f"peak {size(plan.memory.peak)}{host}{time}"
 
 
 def short(plan: Plan) -> list[str]:

@@ -16,6 +16,8 @@ from glmexp.plan.report import Plan, Shape, plan_of
 Offload = tuple[Literal["cpu"] | None, Literal["cpu"] | None]
 """Where optimizer and parameters are kept."""
 MORE_RANKS = (2, 4, 8, 16, 32, 64)
+PER_HOST = 8
+"""GPUs of one host, beyond which more ranks are more hosts."""
 SHORTEST = 256
 
 
@@ -26,6 +28,11 @@ class Change:
     words: tuple[str, ...]
     config: RunConfig
     ranks: int
+
+    @property
+    def text(self) -> str:
+        """The overrides, for people."""
+        return " ".join(self.words) or "as it is"
 
     def then(self, *words: str, ranks: int | None = None, **sections: Any) -> Change:
         """One more change behind this one."""
@@ -42,16 +49,36 @@ def first_that_fits(plan: Plan, shape: Shape) -> tuple[Change, Plan] | None:
     return None
 
 
-def fastest(plan: Plan, shape: Shape) -> list[tuple[Change, Plan]]:
+def fitting(plan: Plan, shape: Shape) -> list[tuple[Change, Plan]]:
     """All combinations of micro batch, checkpointing, stage and offload that fit, with the same global batch; the
-    fastest first (without known rates: the cheapest changes first)."""
+    fastest first. Without known rates the cheapest first."""
     assert plan.card is not None, "a search needs a card"
     found = []
     for change in _combinations(plan.config, plan.ranks):
         other = _planned(change, plan.card, shape, plan.host_limit)
         if other.fits:
             found.append((change, other))
-    return sorted(found, key=lambda one: one[1].seconds.total if one[1].seconds is not None else 0.0)
+    if all(one[1].seconds is not None for one in found):
+        return sorted(found, key=lambda one: one[1].seconds.total if one[1].seconds is not None else 0.0)
+    return sorted(found, key=_cost)
+
+
+def best(found: list[tuple[Change, Plan]], count: int) -> list[tuple[Change, Plan]]:
+    """The first ``count`` of those that fit. Without known rates the first of each stage and offload is among them."""
+    if all(plan.seconds is not None for _, plan in found):
+        return found[:count]
+    places = [_cost(one)[:2] for one in found]
+    first = [number for number, place in enumerate(places) if places.index(place) == number]
+    rest = [number for number in range(len(found)) if number not in first]
+    return [found[number] for number in sorted([*first, *rest][:count])]
+
+
+def _cost(one: tuple[Change, Plan]) -> tuple[int, int, bool, int]:
+    """What a configuration costs where no seconds are known: offload, stage, checkpointing, small micro batches."""
+    config = one[0].config
+    offloads = (config.offload.optimizer is not None) + (config.offload.params is not None)
+    train = config.train
+    return offloads, config.zero.stage, train.gradient_checkpointing, -(train.micro_batch_size or MICRO_BATCH_SIZE)
 
 
 def ladder(config: RunConfig, ranks: int) -> Iterator[Change]:
@@ -145,12 +172,18 @@ def _with_ranks(base: Change, ranks: int) -> Iterator[Change]:
     per_rank = max(1, (train.batch_size or MICRO_BATCH_SIZE) // ranks)
     micro = min(train.micro_batch_size or MICRO_BATCH_SIZE, per_rank)
     accum = max(1, per_rank // micro)
-    words = [f"launcher.nproc={ranks}", f"train.micro_batch_size={micro}", f"train.grad_accum={accum}"]
+    launcher = base.config.launcher
+    hosts = max(launcher.nnodes, -(-ranks // max(PER_HOST, launcher.nproc or 1)))
+    if ranks % hosts:
+        return
+    here = ranks // hosts
+    placed = [f"launcher.nproc={here}"] + ([f"launcher.nnodes={hosts}"] if hosts != launcher.nnodes else [])
+    words = [*placed, f"train.micro_batch_size={micro}", f"train.grad_accum={accum}"]
     wide = base.then(
         *words,
         ranks=ranks,
         train=replace(train, micro_batch_size=micro, grad_accum=accum, batch_size=micro * accum * ranks),
-        launcher=replace(base.config.launcher, nproc=ranks),
+        launcher=replace(launcher, nproc=here, nnodes=hosts),
     )
     yield _place(wide, max(2, base.config.zero.stage), (None, None))
     yield _place(wide, 3, (None, None))
@@ -169,8 +202,11 @@ def _combinations(config: RunConfig, ranks: int) -> Iterator[Change]:
     for place in (start, *_stages(start)):
         for checkpointing in (False, True) if _may_checkpoint(config) else (False,):
             for micro in (number for number in range(rows, 0, -1) if rows % number == 0):
-                words = [f"train.micro_batch_size={micro}", f"train.grad_accum={rows // micro}"]
-                words += [f"train.gradient_checkpointing={str(checkpointing).lower()}"]
+                words = []
+                if micro != train.micro_batch_size:
+                    words += [f"train.micro_batch_size={micro}", f"train.grad_accum={rows // micro}"]
+                if checkpointing != train.gradient_checkpointing:
+                    words += [f"train.gradient_checkpointing={str(checkpointing).lower()}"]
                 own = replace(
                     train, micro_batch_size=micro, grad_accum=rows // micro, gradient_checkpointing=checkpointing
                 )

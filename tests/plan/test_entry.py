@@ -49,8 +49,56 @@ def test_full_tuning_of_72_billion_is_refused_and_what_fits_is_named(capsys: pyt
     assert code == 2
     assert "config error" in told.err
     assert "does not fit into 20.09 GiB that torch can have of 24GB" in told.err
-    assert "would fit: peak" in told.err
+    assert "zero=stage3 offload=all" in told.err
+    assert "of host memory" in told.err, "the way out names its price"
     assert "masters 270.85 GiB" in told.out
+
+
+def test_the_demo_rows_are_not_what_a_large_model_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["entry=plan", "model=chatglm3", "method=lora", "data.max_length=2048", "plan.gpu=24GB"]) == 2
+    told = capsys.readouterr()
+    assert "each is data.max_length=2048 tokens, all learned, in place of builtin:demo/train.jsonl" in told.out
+    assert "data.train_file=FILE plans for yours" in told.out
+    assert "largest micro batch 8 x 2048" in told.out
+    assert main(["entry=plan", "plan.gpu=24GB"]) == 0, "the shipped models are there for these rows"
+    assert "rows of builtin:demo/train.jsonl; entry=inspect counts tokens" in capsys.readouterr().out
+
+
+def test_a_search_lists_what_fits_where_the_configuration_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["entry=plan", "model=chatglm3", "method=full", "plan.gpu=24GB", "plan.search=true"]) == 2
+    told = capsys.readouterr()
+    assert "fits, cheapest change first (no rates are known for this card):" in told.out
+    assert " more fit" in told.out
+    assert "would fit: peak" in told.err
+    assert main(["entry=plan", "model=qwen2_72b", "method=full", "plan.gpu=80GB", "plan.search=true"]) == 2
+    assert "config error" in capsys.readouterr().err
+
+
+def test_without_rates_the_cheapest_changes_come_first_and_of_each_stage_and_offload_one() -> None:
+    plan, shape = _plan("model=chatglm3", "method=lora", "data.max_length=128", ranks=4)
+    found = search.fitting(plan, shape)
+    shown = [change.config for change, _ in search.best(found, 5)]
+    places = [(one.offload.optimizer, one.offload.params, one.zero.stage) for one in shown]
+    assert found[0][0].text == "as it is"
+    assert set(places) == {(None, None, 2), (None, None, 3), ("cpu", None, 2), ("cpu", "cpu", 3)}
+    assert places == sorted(places, key=lambda place: (place[0] is not None, place[1] is not None, place[2]))
+    micro = [change.config.train.micro_batch_size for change, _ in found[:4]]
+    assert micro == [8, 4, 2, 1]
+
+
+def test_where_the_host_is_too_small_fewer_trained_parameters_and_more_hosts_are_tried() -> None:
+    config = run_config([*WORDS, "model=qwen2_72b", "method=full"])
+    shape = Shape.unknown(config)
+    for memory, wanted in (("256GB", "method=lora zero=stage3 offload=all"), ("16GB", "method=lora launcher.nproc=8")):
+        plan = report.plan_of(config, 1, cards.card("24GB"), shape, cards.amount(memory, "plan.host_memory"))
+        found = search.first_that_fits(plan, shape)
+        assert found is not None
+        assert found[0].text.startswith(wanted)
+        assert found[1].host_bytes <= cards.amount(memory, "plan.host_memory")
+    words = ["entry=plan", "plan.gpu=24GB", "plan.host_memory=16GB", "model=qwen2_72b", *found[0].words]
+    again = request(parse([*WORDS, *words]), Machine(0, None)).trials[0]
+    assert again.launcher.nnodes == 2, "several hosts can be planned from one of them"
+    assert report.plan_of(again, 16, plan.card, shape).memory.peak == found[1].memory.peak
 
 
 def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +141,7 @@ def test_the_cheapest_change_comes_first() -> None:
 
 def test_every_proposal_is_a_configuration_that_the_rules_accept() -> None:
     plan, shape = _plan("model=chatglm3", "method=full", "data.max_length=512", gpu="A100")
-    for change, _ in search.fastest(plan, shape)[:8]:
+    for change, _ in search.fitting(plan, shape)[:8]:
         words = ["model=chatglm3", "method=full", "data.max_length=512"]
         config = run_config([*WORDS, *words, *change.words], ranks=change.ranks)
         again = report.plan_of(config, change.ranks, plan.card, shape)
@@ -112,6 +160,9 @@ def test_cards_are_amounts_or_names() -> None:
     assert cards.card("H200").flops == cards.card("NVIDIA H200").flops
     assert cards.of_device("NVIDIA H100 PCIe", 1).flops == 756e12
     assert cards.of_device("Some Card", 1).flops is None
+    for typed in ("RTX4090", "rtx 4090", "rtx-4090", "NVIDIA GeForce RTX 4090"):
+        assert cards.card(typed).flops == 165.2e12
+    assert cards.card("h100-pcie").flops == cards.card("H100PCIe").flops == 756e12
     for wrong in ("24", "H2000", "much"):
         with pytest.raises(ConfigError, match=r"plan\.gpu: .* neither an amount of memory nor a card"):
             cards.card(wrong)
