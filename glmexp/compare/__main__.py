@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,14 @@ def parser() -> argparse.ArgumentParser:
     add("--sort", metavar="KEY", help="a result, a config key or label; default: the held-out loss")
     add("--descending", action="store_true", help="largest first")
     add("--where", action="append", default=[], metavar="CONDITION", help=f"{where.HELP}; may be given again")
-    add("--columns", nargs="+", metavar="RESULT", help="results in the terminal's table")
+    add("--columns", nargs="+", metavar="KEY", help="results or keys of config.yaml that the terminal's table shows")
+    add(
+        "--width",
+        type=_width,
+        metavar="N",
+        help="of the table; default: the terminal's, and no limit in a pipe or file",
+    )
+    add("--all", action="store_true", help="runs of every entry; default: trainings and evaluations, and what is named")
     add("--runs", action="store_true", help="one row a run; default: the seeds of a configuration are one row")
     add("--baseline", metavar="LABEL", help="run that others are held against; default: the first one named")
     add("--axes", nargs=2, metavar=("X", "Y"), help="keys of the page's heat map; default: the first two swept ones")
@@ -59,19 +67,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    found = table(read_all(options.paths), together=not options.runs)
-    columns = [where.column(word, found.results, "--columns") for word in options.columns or []]
+    written = {f"--{name}": getattr(options, name) for name in ("csv", "parquet", "html")}
+    for option, file in written.items():
+        if file is not None:
+            files.check_target(file, option)
+    found = table(_asked(read_all(options.paths), options.all), together=not options.runs)
+    columns = [where.column(word, found.keys, "--columns") for word in options.columns or []]
     axes = [where.column(word, found.keys, "--axes") for word in options.axes or []]
     found = found.where(options.where) if options.where else found
-    if not found.rows:
-        raise ConfigError(Problem("--where", "no row is left", "a wider condition"))
     runs = [run for row in found.rows for run in row.runs]
     labels = [label for row in found.rows for label in row.labels]
     baseline = _baseline(options.baseline, runs, labels)
     pairs = differences([scores(run) for run in runs], baseline)
     found.sort(options.sort, options.descending)
-    terminal.print_table(found, columns or [name for name in terminal.SHOWN if name in found.results])
-    terminal.print_differences(pairs, labels, labels[baseline])
+    terminal.print_table(found, columns, options.width)
+    terminal.print_differences(pairs, labels, labels[baseline], options.width)
     if options.csv is not None:
         files.write_csv(found, options.csv)
     if options.parquet is not None:
@@ -80,9 +90,29 @@ def _compare(options: argparse.Namespace) -> None:
         from glmexp.compare import page
 
         files.write_text(page.page(found, runs, labels, pairs, baseline, axes), options.html, "--html")
-    for file in (options.csv, options.parquet, options.html):
+    for file in written.values():
         if file is not None:
             print(f"written: {file}")
+
+
+def _width(word: str) -> int:
+    if not word.isdigit() or int(word) < terminal.NARROWEST:
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of characters from {terminal.NARROWEST} on")
+    return int(word)
+
+
+def _asked(runs: list[Run], every: bool) -> list[Run]:
+    """Those to compare; the others are counted in one line."""
+    left_out = Counter(run.left_out_as for run in runs if run.left_out_as is not None and not every)
+    if not left_out:
+        return runs
+    words = ", ".join(f"{count} {what}" for what, count in left_out.most_common())
+    kept = [run for run in runs if run.left_out_as is None]
+    if not kept:
+        raise ConfigError(Problem("no training and no evaluation", f"only {words}", "--all, or name their folders"))
+    total = left_out.total()
+    print(f"{total} run{'s are' if total > 1 else ' is'} not shown (--all): {words}\n")
+    return kept
 
 
 def _baseline(word: str | None, runs: Sequence[Run], labels: Sequence[str]) -> int:

@@ -66,12 +66,20 @@ def _column(values: list[Any]) -> list[Any]:
     return [None if value is None else as_text(value) for value in values]
 
 
+def check_target(file: Path, option: str) -> None:
+    """Raises ConfigError where the folder is not there: a misspelt one shall not be made."""
+    if not file.parent.is_dir():
+        fix = f"mkdir -p {file.parent}, or another place"
+        raise ConfigError(Problem(f"{option} {file}", f"{file.parent} is no folder", fix))
+    if file.is_dir():
+        raise ConfigError(Problem(f"{option} {file}", "is a folder", f"a file in it, such as {file / 'compared'}"))
+
+
 @contextmanager
 def _writing(file: Path, option: str) -> Iterator[Path]:
     """A name to write under, renamed at the end. Raises ConfigError where the file cannot be written."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         temporary.replace(file)
     except OSError as error:

@@ -6,6 +6,7 @@ import fcntl
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from glmexp.tracker.metrics_file import read_metrics
 from glmexp.tracker.outcome import outcome
 
 METRICS = "metrics.jsonl"
+COMPARED = ("train", "trainer", "evaluate")
+"""Entries whose runs have something to compare; others lie beside them in the same folder."""
 RUNNING, UNFINISHED = "running", "unfinished"
 _DEPTH = 2
 """Folders below a named one in which runs are looked for: ``outputs`` holds ``<name>/<time>``."""
@@ -43,6 +46,20 @@ class Run:
     results: dict[str, float] = field(default_factory=dict)
     swept: tuple[str, ...] = ()
     """Keys that its sweep goes over."""
+    named: bool = True
+    """The caller has named it or its sweep; else it was found in a folder above."""
+
+    @property
+    def left_out_as(self) -> str | None:
+        """What it is counted as where only runs with results are asked for; None of those. Whatever is named is one,
+        and so is a trial that failed: that is what came of its values."""
+        entry = self.config.get("entry.name", "train")
+        if self.named:
+            return None
+        if entry not in COMPARED:
+            return str(entry)
+        failed_start = self.state == trials.FAILED and not self.metrics and not self.swept
+        return "failed before the first step" if failed_start else None
 
 
 def read_all(paths: Sequence[Path]) -> list[Run]:
@@ -70,7 +87,8 @@ def read_all(paths: Sequence[Path]) -> list[Run]:
             key = place.resolve()
             if key not in seen:
                 seen.add(key)
-                keep(lambda place=place, trial=trial, swept=swept: _read(place, trial, swept))  # type: ignore[misc]
+                named = place == path or (path / trials.STATE).exists()
+                keep(partial(_read, place, trial, swept, named))
     if problems:
         raise ConfigError(*problems)
     return found
@@ -95,11 +113,11 @@ def _found_in(path: Path, depth: int) -> list[Found]:
     return [one for child in below for one in _found_in(child, depth - 1)]
 
 
-def _read(place: Path, trial: trials.Trial | None, swept: tuple[str, ...]) -> Run:
+def _read(place: Path, trial: trials.Trial | None, swept: tuple[str, ...], named: bool) -> Run:
     absolute = place.absolute()
     name = "/".join(absolute.parts[-2:]) if trial is None else f"{absolute.parent.name}#{trial.number}"
     if trial is not None and not (place / folder.CONFIG).exists():
-        return Run(name, place, None, trial.state, trial.reason, _typed(trial.values), swept=swept)
+        return Run(name, place, None, trial.state, trial.reason, _typed(trial.values), swept=swept, named=named)
     config, environment = _config(place), _json(place / folder.ENVIRONMENT)
     metrics = read_metrics(place / METRICS) if (place / METRICS).exists() else {}
     status = _json(place / folder.STATUS)
@@ -108,7 +126,7 @@ def _read(place: Path, trial: trials.Trial | None, swept: tuple[str, ...]) -> Ru
         state, reason = trial.state, trial.reason
     model = _json(place / folder.MODEL) if (place / folder.MODEL).exists() else {}  # older runs have none
     results = _results(metrics, model, status, environment)
-    return Run(name, place, place, state, reason, config, environment, metrics, results, swept)
+    return Run(name, place, place, state, reason, config, environment, metrics, results, swept, named)
 
 
 def _typed(values: dict[str, str]) -> dict[str, Any]:

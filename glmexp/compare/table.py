@@ -11,7 +11,7 @@ from typing import Any
 
 from glmexp.compare.runs import Run
 from glmexp.compare.statistics import Spread, spread
-from glmexp.compare.where import as_text, column, matches, parse
+from glmexp.compare.where import as_text, column, matches, nothing_left, parse
 from glmexp.launcher.trials import FINISHED
 from glmexp.tracker.outcome import LOSS
 
@@ -127,9 +127,13 @@ class Table:
         return list(dict.fromkeys(key for row in self.rows for key in row.cells))
 
     def where(self, expressions: Collection[str]) -> Table:
-        """The rows for which all conditions hold. Raises ConfigError for a condition that cannot be understood."""
+        """The rows for which all conditions hold. Raises ConfigError for a condition that cannot be understood, and
+        where no row is left."""
         clauses = parse(expressions, self.keys)
-        return replace(self, rows=[row for row in self.rows if matches(clauses, row.cells)])
+        rows = [row for row in self.rows if matches(clauses, row.cells)]
+        if not rows:
+            raise nothing_left(clauses, [row.cells for row in self.rows])
+        return replace(self, rows=rows)
 
     def sort(self, key: str | None, descending: bool) -> None:
         """Numbers before texts, rows without a value last. None: by what came out, best first."""

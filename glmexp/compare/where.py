@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from glmexp.config.nearest import nearest
 
 HELP = "KEY OP VALUE, joined by 'and'; OP is one of = != > >= < <= ~ (contains)"
 _CLAUSE = re.compile(r"\s*([^\s<>=!~]+)\s*(>=|<=|!=|==|=|~|>|<)\s*(.*?)\s*")
+_VALUES = 8
+"""Values of a key that a message names."""
 _AND = re.compile(r"\s+and\s+")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -61,6 +64,20 @@ def parse(expressions: Collection[str], keys: Collection[str]) -> list[Clause]:
     if problems:
         raise ConfigError(*problems)
     return clauses
+
+
+def nothing_left(clauses: Sequence[Clause], rows: Sequence[Mapping[str, Any]]) -> ConfigError:
+    """What to say where no row fits: the values that there are of the keys that rule all of them out."""
+    alone = [one for one in clauses if not any(one.holds(row.get(one.key)) for row in rows)]
+    problems = []
+    for clause in alone or clauses:
+        counts = Counter(as_text(row.get(clause.key)) for row in rows)
+        words = [f"{value} ({count})" for value, count in counts.most_common(_VALUES)]
+        more = f" and {len(counts) - _VALUES} more values" if len(counts) > _VALUES else ""
+        found = "no row is left" if alone else "fits some rows, but none that the other conditions leave"
+        where = f"--where '{clause.key}{clause.operator}{clause.wanted}'"
+        problems.append(Problem(where, found, f"{clause.key} is {', '.join(words)}{more}"))
+    return ConfigError(*problems)
 
 
 def column(word: str, keys: Collection[str], where: str) -> str:

@@ -386,7 +386,8 @@ class _Sweep:
         total = max(len(known), self.settings.trials or 0)
         rest = f"; {', '.join(words)}" if words else ""
         print(f"\nsweep {self.swept.folder}: {counts[FINISHED]} of {total} trials finished{rest}")
-        print(f"table: {os.path.relpath(summary.write_csv(self.state, self.settings))}", flush=True)
+        print(f"table: {os.path.relpath(summary.write_csv(self.state, self.settings))}")
+        print(f"compare: python -m glmexp.compare {os.path.relpath(self.state.root)}", flush=True)
         if self.signals or counts[STOPPED]:
             print(f"to go on: the same line with hydra.sweep.dir={self.swept.folder}", file=sys.stderr)
         return self._exit_code(counts, total)

@@ -168,14 +168,17 @@ def test_conditions(sweep: Path, conditions: list[str], kept: list[int]) -> None
         (["--where", "methd.rank=4"], "--where methd.rank: no row has such a key\n    -> did you mean method.rank?"),
         (["--where", "rank"], "--where 'rank': is no condition\n    -> KEY OP VALUE, joined by 'and'"),
         (["--where", "rank>big"], "'big' is no number\n    -> = != and ~ compare texts"),
-        (["--where", "rank=5"], "--where: no row is left"),
+        (["--where", "rank=5"], "--where 'method.rank=5': no row is left\n    -> method.rank is 4 (2), 8 (2)"),
+        (["--where", "state=finishd and rank=4"], "-> state is finished (2), out_of_memory (1), waiting (1)"),
+        (["--where", "state=waiting and rank=4"], "fits some rows, but none that the other conditions leave"),
         (["--where", "name=tiny"], "--where name: may be data.name, entry.name"),
         (["--sort", "los"], "--sort los: no row has such a key"),
         (["--columns", "speed"], "--columns speed: no row has such a key"),
         (["--axes", "rank", "bucket"], "--axes bucket: no row has such a key"),
         (["--baseline", "rank=5"], "--baseline 'rank=5': fits no run"),
         (["--baseline", "rank"], "fits several runs"),
-        (["--csv", "/dev/null/t.csv"], "--csv /dev/null/t.csv: cannot be written"),
+        (["--csv", "/dev/null/t.csv"], "--csv /dev/null/t.csv: /dev/null is no folder\n    -> mkdir -p /dev/null"),
+        (["--html", "/dev"], "--html /dev: is a folder\n    -> a file in it, such as /dev/compared"),
     ],
 )
 def test_mistakes_on_the_line_are_told_with_a_way_out(
@@ -183,6 +186,62 @@ def test_mistakes_on_the_line_are_told_with_a_way_out(
 ) -> None:
     assert main([str(sweep), *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_misspelt_folder_is_not_made(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(sweep), "--html", str(tmp_path / "nope" / "x.html")]) == 2
+    told = capsys.readouterr()
+    assert f"{tmp_path / 'nope'} is no folder" in told.err
+    assert told.out == "", "told before anything else is"
+    assert not (tmp_path / "nope").exists()
+
+
+def test_below_a_folder_only_trainings_and_evaluations_are_compared(
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for entry in ("train", "trainer", "evaluate", "generate", "bench"):
+        more = {"optim.weight_decay": 0.5} if entry == "bench" else {}
+        write_run(tmp_path / entry, {"entry.name": entry, **more}, answers=False)
+    start = write_run(tmp_path / "no_start", state="failed", error=RuntimeError("no"), answers=False)
+    (start / "metrics.jsonl").write_text("")
+    file = tmp_path / "t.csv"
+    assert main([str(tmp_path), "--csv", str(file), "--runs"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("3 runs are not shown (--all): 1 bench, 1 generate, 1 failed before the first step\n")
+    assert {row["run"].split("/")[1] for row in rows_of(file)} == {"train", "trainer", "evaluate"}
+    assert "optim.weight_decay" not in told, "columns come from what is shown"
+    assert main([str(tmp_path), "--csv", str(file), "--runs", "--all"]) == 0
+    assert len(rows_of(file)) == 6
+    assert main([str(start), str(tmp_path / "bench"), "--csv", str(file)]) == 0
+    assert len(rows_of(file)) == 2, "what is named is shown"
+    assert main([str(sweep.parent), "--csv", str(file)]) == 0
+    assert len(rows_of(file)) == 4, "a trial that failed or waits is one of its sweep"
+    others = tmp_path / "others"
+    write_run(others / "bench", {"entry.name": "bench"}, answers=False)
+    assert main([str(others)]) == 2
+    assert "only 1 bench\n    -> --all, or name their folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_terminal_gets_whole_cells_and_the_number_of_what_is_left_out(
+    sweep: Path, width: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(sweep), "--width", str(width)]) == 0
+    shown, _, told = capsys.readouterr().out.partition("more columns: --columns, --csv, --html, or a pipe")
+    intervals = told.partition("interval):")[2].partition("An interval")[0]
+    lines = [*shown.split("\n"), *intervals.split("\n")]
+    assert max(map(len, lines)) <= width
+    row = next(line for line in lines if line.startswith("grid#1 "))
+    assert row.split()[:5] == ["grid#1", "finished", "8", "1000000", "0.008"]
+    assert "0.3" in row.split()[5:], "the loss that rows are sorted by has room in any case"
+    assert "no evidence" in told
+    assert main([str(sweep), "--width", str(width), "--columns", "train_s", "data.name"]) == 0
+    row = next(line for line in capsys.readouterr().out.split("\n") if line.startswith("grid#1 "))
+    assert row.split()[:5] == ["grid#1", "finished", "2.02", "demo", "8"]
+    assert main([str(sweep)]) == 0
+    head = next(line for line in capsys.readouterr().out.split("\n") if line.startswith("run "))
+    assert head.split()[:4] == ["run", "state", RANK, BUCKET], "in a pipe heads stand on one line"
+    assert head.split()[-1] == "time/wall_s", "and every column is there"
 
 
 def test_runs_that_have_little_in_common_are_known_by_their_names(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_outcomes_are_recorded_shown_and_kept_and_only_what_is_named_is_retried(
     out = capfd.readouterr().out
     assert "1 of 4 trials finished; 1 failed, 1 out of memory, 1 non finite" in out
     assert "trial 1 (optim.lr=2" in out
+    assert "table: s/sweep.csv\ncompare: python -m glmexp.compare s\n" in out
     assert "failed: RuntimeError: broken" in out
     rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").open()))
     assert [row["trial"] for row in rows] == ["0", "1", "2", "3"]
