@@ -48,7 +48,7 @@ MEMORY_MIB = {
     "RTX 4090": 24564,
     "RTX 3090": 24576,
 }
-"""MiB as nvidia-smi tells them. The A100 with 40 GB is ``plan.gpu=40GB``."""
+"""MiB as nvidia-smi tells them. The A100 with 40 GB is ``plan.gpu=A100-40GB``."""
 BANDWIDTH = {
     "H200": 4.8e12,
     "H20": 4.0e12,
@@ -75,6 +75,8 @@ PCIE_LINK = 18e9
 DRIVER_BYTES = 2320 * MIB
 """What torch's allocator does not get of what nvidia-smi tells: 615 MiB that the driver keeps, and 1.67 GiB of CUDA's
 context, NCCL and kernels (measured on an H200)."""
+SMALLER = 0.8
+"""Of the listed memory: a card whose name says less has that instead."""
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|G|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gb": GB, "g": GB, "gib": GIB, "mib": MIB, "mb": 10**6}
 
@@ -139,7 +141,10 @@ def card(text: str) -> Card:
                 f"24GB ('24 GB' with quotes), or one of {', '.join(LISTED)}",
             )
         )
-    return _named(found, text, MEMORY_MIB[found] * MIB, None)
+    listed, said = MEMORY_MIB[found] * MIB, _AMOUNT.search(text)
+    own = listed if said is None else amount(said[0], "plan.gpu")
+    # "80GB" in a name is a round number for what is listed; far less is the smaller card of that name (A100 40GB).
+    return _named(found, text, own if own < SMALLER * listed else listed, None)
 
 
 def _named(key: str, name: str, memory: int, count: int | None) -> Card:

@@ -163,6 +163,8 @@ def test_cards_are_amounts_or_names() -> None:
     for typed in ("RTX4090", "rtx 4090", "rtx-4090", "NVIDIA GeForce RTX 4090"):
         assert cards.card(typed).flops == 165.2e12
     assert cards.card("h100-pcie").flops == cards.card("H100PCIe").flops == 756e12
+    assert cards.card("A100-40GB").memory_bytes == 40 * 10**9, "not the 80 GB of its namesake"
+    assert cards.card("A100 80GB").memory_bytes == cards.card("A100").memory_bytes
     for wrong in ("24", "H2000", "much"):
         with pytest.raises(ConfigError, match=r"plan\.gpu: .* neither an amount of memory nor a card"):
             cards.card(wrong)
