@@ -103,7 +103,8 @@ def test_terms_follow_zero_s_arithmetic(name: str) -> None:
     from glmexp.engine.out_of_memory import terms
 
     model = torch.nn.Module()
-    model.a, model.b = torch.nn.Parameter(torch.zeros(6)), torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+    model.a = torch.nn.Parameter(torch.zeros(6))
+    model.b = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
     expected = {"weights": [20, 20, 20, 10], "gradients": [12, 12, 6, 6], "optimizer": [72, 36, 36, 36]}
     found = [getattr(terms(cells.configure(f"zero=stage{s}", "precision=bf16"), model, 2), name) for s in range(4)]
     assert found == expected[name]
