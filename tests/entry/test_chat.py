@@ -39,6 +39,19 @@ class Keyboard:
         """Wait for ``text`` on the screen, somewhere behind ``behind``."""
         self._until(lambda: text in (self.screen.partition(behind)[2] if behind else self.screen), text)
 
+    def presses(self, key: str, text: str) -> None:
+        """Press a key until ``text`` is seen: readline notices a signal only while it waits for a key, and one that
+        comes between its prompt and that is noticed with the next."""
+        self.screen, pressed = "", 0.0
+        deadline = time.monotonic() + TIMEOUT_S
+        while text not in self.screen:
+            assert time.monotonic() < deadline, f"{text!r} never came:\n{self.screen}"
+            if time.monotonic() - pressed > 3:
+                os.write(self._side, key.encode())
+                pressed = time.monotonic()
+            if select.select([self._side], [], [], 0.5)[0]:
+                self.screen += self._decoder.decode(os.read(self._side, 4096))
+
     def sees_an_answer(self) -> None:
         """Wait until something stands below the line that was typed."""
         self._until(lambda: self.screen.partition("\n")[2].strip() != "", "an answer")
@@ -91,8 +104,7 @@ def test_chinese_history_streaming_and_interrupts_at_a_terminal(tmp_path: Path) 
         keyboard.sees_an_answer()
         keyboard.type(CTRL_C, enter=False)
         keyboard.sees("> ", behind="(interrupted")
-        keyboard.type(CTRL_C, enter=False)  # at the prompt it ends nothing
-        keyboard.sees("(Ctrl-D ends the chat)")
+        keyboard.presses(CTRL_C, "(Ctrl-D ends the chat)")  # at the prompt it ends nothing
         keyboard.type("/reset")
         keyboard.sees("> ", behind="(a new conversation)")
         keyboard.type(CTRL_D, enter=False)
