@@ -178,8 +178,8 @@ class OffloadSection:
     adam: Literal["deepspeed", "torch"] | None
     """AdamW on the host. Null: DeepSpeedCPUAdam where there is a GPU and its op can be compiled, else torch's."""
     nvme_path: str | None
-    """Folder on a local disk for what is offloaded to nvme: a folder in it for each run, which stays until the next run
-    on this disk."""
+    """Folder on a local disk for what is offloaded to nvme: a folder in it for each run, taken away at its end, or by
+    the next run on this disk."""
     nvme_buffer_size: Elements | None
     """Elements of one buffer between disk and host: no partition of a parameter may be larger (params=nvme)."""
     nvme_buffer_count: Count | None

@@ -71,6 +71,7 @@ def run(config: RunConfig, run_folder: Path, train: Callable[[Session, Renderer,
     with session(config, run_folder) as here:
         here.plan = plan
         result = train(here, template, data)
+    swap_folder.leave()
     if isinstance(result, Stopped):
         return result.exit_code
     # The process group is left: a fresh process judges the artifact with the device to itself.

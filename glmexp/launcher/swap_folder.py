@@ -12,7 +12,7 @@ from glmexp.launcher.unfinished import WAIT_S, Lock
 _PREFIX = "glmexp-"
 _GUARD_S = 120.0
 _held: dict[Path, Lock] = {}
-"""Of this process, until it ends."""
+"""Of this process."""
 
 
 def place(nvme_path: str, run_folder: Path) -> Path:
@@ -22,7 +22,7 @@ def place(nvme_path: str, run_folder: Path) -> Path:
 
 
 def take(folder: Path) -> None:
-    """Make the folder and hold it until this process ends; take away those that nobody holds any more.
+    """Make the folder and hold it; take away those that nobody holds any more.
 
     One process of a host does this for all its ranks. Raises ConfigError where another process trains in it.
     """
@@ -45,6 +45,15 @@ def take(folder: Path) -> None:
                 shutil.rmtree(other)
     finally:
         guard.release()
+
+
+def leave() -> None:
+    """Take away what this process holds: a run that goes on reads its checkpoint, not this."""
+    while _held:
+        folder, lock = _held.popitem()
+        # What a rank that ends later still writes stays for the next run to take away.
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
 
 
 def _is_left(folder: Path) -> bool:

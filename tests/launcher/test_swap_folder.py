@@ -50,6 +50,19 @@ def test_a_living_run_s_files_stay_and_a_dead_one_s_are_taken_away(
         swap_folder.take(living)
 
 
+def test_a_run_that_ends_takes_its_files_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = (swap_folder.place(str(tmp_path / "disk"), Path(name)) for name in ("own", "other"))
+    swap_folder.take(other)
+    kept = _as_another_process(monkeypatch)
+    swap_folder.take(own)
+    (own / "param.swp").write_text("weights")
+    swap_folder.leave()
+    assert not own.exists()
+    assert other.exists()
+    assert other in kept
+    swap_folder.take(own)  # it can go on there
+
+
 def test_deepspeed_is_given_the_run_s_own_folder(tmp_path: Path) -> None:
     config = configure("zero=stage3", "offload=nvme", f"offload.nvme_path={tmp_path / 'disk'}", ranks=1)
     here = SimpleNamespace(config=config, folder=tmp_path / "run")
