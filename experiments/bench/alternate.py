@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import gpus_rest, setting
+from machine import gpus_rest, keep, setting
 from processes import Family
 
 ROOT = Path(__file__).parents[2]
@@ -332,10 +332,7 @@ def _say(text: str) -> None:
 
 def write(rows: Sequence[dict[str, Any]], out: Path | None) -> None:
     """Append the rows to a file, and show a table."""
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+    keep(out, rows)
     print(
         "| side | tokens/s | least to most | to the first | step s | peak GiB |\n| --- | --- | --- | --- | --- | --- |"
     )

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import setting
+from machine import keep, setting
 from sides import SMALL
 from torch import Tensor, nn
 
@@ -81,10 +81,7 @@ def main() -> None:
     row["compiled_to_plain"] = compared(found["fp8_compiled"], found["fp8"])
     row["wall_s"] = round(time.monotonic() - began, 1)
     print(json.dumps(row), flush=True)
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        with asked.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | setting(ROOT)) + "\n")
+    keep(asked.out, [row | setting(ROOT)])
     if row["fp8_compiled"]["relative"] > 1.2 * row["fp8"]["relative"]:
         sys.exit("gradients of compiled blocks are farther from bf16 than fp8 alone makes them")
 

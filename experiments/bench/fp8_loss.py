@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import setting
+from machine import keep, setting
 
 ROOT = Path(__file__).parents[2]
 KINDS = {"bf16": [], "fp8": ["precision.base=fp8"]}
@@ -54,10 +54,7 @@ def main() -> None:
     row |= {"losses": found, **compared(found)}
     row["wall_s"] = round(time.monotonic() - began, 1)
     print(json.dumps(row), flush=True)
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        with asked.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | setting(ROOT)) + "\n")
+    keep(asked.out, [row | setting(ROOT)])
 
 
 def place(asked: argparse.Namespace, kind: str, seed: int) -> Path:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import setting
+from machine import keep, setting
 from torch import Tensor
 
 from glmexp.engine import fp8
@@ -86,10 +86,7 @@ def main() -> None:
             row = {"kind": "product", "weight": f"{model} {name}", "rows": sizes[0], "in": sizes[1], "out": sizes[2]}
             row |= measured(*sizes) | about
             print(json.dumps({key: value for key, value in row.items() if key not in about}), flush=True)
-            if asked.out is not None:
-                asked.out.parent.mkdir(parents=True, exist_ok=True)
-                with asked.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
+            keep(asked.out, [row])
 
 
 def measured(count: int, wide: int, high: int) -> dict[str, Any]:

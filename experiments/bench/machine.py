@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,15 @@ def setting(root: Path) -> dict[str, Any]:
         "commit": _commit(root),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def keep(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
+    """Append rows to a file of results; None: they were only printed."""
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def _version(package: str) -> str | None:

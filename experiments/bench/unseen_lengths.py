@@ -19,7 +19,7 @@ from typing import Any
 
 from alternate import ROOT, Running, SideFailed
 from instruction_data import write as write_rows
-from machine import setting
+from machine import keep, setting
 from sides import Job, product
 
 
@@ -48,10 +48,7 @@ def main() -> None:
     row = {"kind": "unseen_lengths", "model": asked.model, "layers": layers, "packed": asked.packed}
     row |= compared(lines, asked.skip) | setting(ROOT)
     print(json.dumps(row))
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        with asked.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    keep(asked.out, [row])
 
 
 def run(side: Any, work: Path, limit_s: float) -> list[dict[str, float]]:

@@ -15,10 +15,10 @@ from glmexp.config.ds_config import TABLE
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.help import field_docs
 from glmexp.config.load import describe, dump
+from glmexp.config.memory import BYTES
 from glmexp.config.nearest import conf_folder, keys, shipped_options, unknown_key
 from glmexp.config.schema import Bound, EvalSection, RunConfig
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _UNITS = {
     r"_s$": "seconds",
     r"_bytes$": "bytes",
@@ -110,7 +110,7 @@ def _unit(key: str, hint: Any, value: Any, config: RunConfig) -> str:
         dtype = config.zero.communication_data_type or dtype
     elif key == "zero.sub_group_size":
         dtype = "fp32"  # the optimizer's masters
-    size = _BYTES[dtype]
+    size = BYTES[dtype]
     if not isinstance(value, int):
         return f"elements of {size} bytes ({dtype})"
     return f"elements; here {value:,} x {size} bytes ({dtype}) = {value * size:,} bytes = {_rounded(value * size)}"

@@ -9,7 +9,8 @@ from pathlib import Path
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection, RunConfig, Sizes
 
-_DTYPE = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of an element, by ``precision.dtype``."""
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes an element: float32 master, Adam's two moments, and the float32 gradient that stands beside the master."""
 EXACT_PINNING = "pinned_max_round_threshold_mb:1024,pinned_max_cached_size_mb:1024"
@@ -88,7 +89,7 @@ def host_bytes(config: RunConfig) -> int | None:
         return None
     elements = sum(sizes)
     trained = elements if config.method.name == "full" else 0
-    weight = _DTYPE[config.precision.dtype]
+    weight = BYTES[config.precision.dtype]
     total = 0
     if offload.optimizer == "cpu" and trained:
         groups = [sum(sizes[place] for place in group) for group in split(sizes, config.zero.stage)]
@@ -109,7 +110,7 @@ def nvme_bytes(config: RunConfig) -> int | None:
         return None
     trained = elements if config.method.name == "full" else 0
     total = (MASTER + MOMENTS) * trained if offload.optimizer == "nvme" else 0
-    return total + (_DTYPE[config.precision.dtype] * elements if offload.params == "nvme" else 0)
+    return total + (BYTES[config.precision.dtype] * elements if offload.params == "nvme" else 0)
 
 
 def pinned_by_deepspeed(variables: Mapping[str, str]) -> bool:

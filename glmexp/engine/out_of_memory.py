@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from glmexp.config.memory import BYTES
 from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed, fp8
 from glmexp.engine.build import frozen, trainable
 
 GIB = 2**30
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 class OutOfMemory(RuntimeError):
@@ -57,7 +57,7 @@ class Terms:
 def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
     """By the arithmetic of ZeRO (Rajbhandari et al. 2020, figure 1), from the parameters of the live model."""
     stage, offload = config.zero.stage, config.offload
-    element = _BYTES[config.precision.dtype]
+    element = BYTES[config.precision.dtype]
     trained = sum(getattr(one, "ds_numel", one.numel()) for _, one in trainable(model))
     kept = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for _, one in frozen(model))
     kept += sum(layer.transposed.numel() for _, layer in fp8.layers(model) if layer.transposed is not None)

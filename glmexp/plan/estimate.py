@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from glmexp.config.memory import BYTES
 from glmexp.config.model_rules import attention_kind
 from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import LOSS_CHUNK, Activations, Batch, Kind, activations_of
 from glmexp.plan.cards import Card
 from glmexp.plan.shapes import Model, model_of
-from glmexp.plan.states import BYTES, States, states_of
+from glmexp.plan.states import States, states_of
 
 WORKSPACE = 66 * 2**20
 """cuBLAS's workspaces and small tensors."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from glmexp.config.memory import EXACT_PINNING
+from glmexp.config.memory import BYTES, EXACT_PINNING
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch
 from glmexp.plan.cards import Card
 from glmexp.plan.estimate import Memory, memory_of, whole_batch
 from glmexp.plan.shapes import Model, model_of
-from glmexp.plan.states import BYTES
 from glmexp.plan.timing import Seconds, step_of
 
 GIB, GB = 2**30, 10**9

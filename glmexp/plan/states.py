@@ -10,13 +10,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from glmexp.config.memory import exact_pinning, power_of_two
+from glmexp.config.memory import BYTES, MASTER, MOMENTS, exact_pinning, power_of_two
 from glmexp.config.schema import RunConfig
 from glmexp.plan.shapes import REST, Model, Parameter
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-MASTER, MOMENTS = 4, 8
-"""Bytes an element: the float32 master and Adam's two moments."""
 REDUCE_BUCKET, MAX_LIVE, SUB_GROUP, PERSISTENT = 500_000_000, 1_000_000_000, 1_000_000_000, 100_000
 """DeepSpeed's own choices, in elements, where an option is null (``deepspeed/runtime/zero/config.py``)."""
 FALLBACK_BUCKET = 500_000_000

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glmexp.config.memory import BYTES
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch, Kind, Trained, virtual_tokens
 from glmexp.plan.cards import BANDWIDTH, LISTED, Card
 from glmexp.plan.shapes import REST, Model
-from glmexp.plan.states import BYTES, States
+from glmexp.plan.states import States
 
 MATMUL, HEAD, ATTENTION = 1 / 1.472e-15, 1 / 1.3e-15, 1 / 2.985e-15
 """Operations a second on the H200: linear layers of blocks, the output layer, attention."""

@@ -198,5 +198,5 @@ def test_commands_stand_in_fences() -> None:
 
 
 def test_no_page_names_a_place_of_its_writer() -> None:
-    words = ("/root/", "/work/", "/tmp/brief")
+    words = [f"/{place}" for place in ("root/", "work/", "tmp/brief")]
     assert [str(path) for path in pages() for word in words if word in path.read_text(encoding="utf-8")] == []
