@@ -61,6 +61,7 @@ def _case(name: str, words: str, gib: int, **more: Any) -> Case:
 
 
 CKPT = "train.gradient_checkpointing=true"
+FP8 = "precision.base=fp8"
 CASES = [
     # Packed rows first: their blocks are compiled, half a minute in which others are measured.
     _case("chatglm3-4-8192-lora-s2-packed", "method=lora train.micro_batch_size=1", 22, packed=True),
@@ -126,9 +127,19 @@ CASES = [
         steps=4,
         rungs=(8, 16, 24, 32, 36, 38, 40, 42, 44, 48),
     ),
+    _case("chatglm3-28-8192-lora-s2-fp8-packed", f"method=lora train.micro_batch_size=1 {FP8}", 60, packed=True),
+    _case("chatglm3-4-2048-lora-s2-fp8", f"method=lora train.micro_batch_size=4 {FP8}", 22),
+    _case(
+        "chatglm3-4-2048-lora-s2-fp8-once",
+        f"method=lora train.micro_batch_size=4 {FP8} precision.base_transposed=false",
+        22,
+    ),
+    _case("qwen2-28-2048-lora-s2-fp8-ckpt", f"method=lora train.micro_batch_size=4 {FP8} {CKPT}", 36),
+    _case("qwen2-4-2048-freeze-s2-fp8", f"method=freeze train.micro_batch_size=2 {FP8}", 24),
 ]
 TWO_GPUS = [
     _case("chatglm3-4-2048-full-s2", "method=full train.micro_batch_size=2", 0),
+    _case("chatglm3-4-2048-full-s2-accum", "method=full train.micro_batch_size=2 train.grad_accum=2", 0),
     _case("chatglm3-4-2048-full-s1", "method=full zero=stage1 train.micro_batch_size=2", 0),
     _case("chatglm3-4-2048-full-s0", "method=full zero=stage0 train.micro_batch_size=2", 0),
     _case("qwen2-4-2048-full-s3-ckpt", f"method=full zero=stage3 train.micro_batch_size=2 {CKPT}", 0),
