@@ -165,8 +165,10 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
     part = {one.name: -(-one.elements // ranks) for one in model.parameters}
     trained = sum(part[one.name] for one in model.trained)
     frozen = sum(part[one.name] for one in model.frozen)
+    # One rank's whole parameters are views of their partitions where those are on the GPU, and copies where they are on
+    # the host (``partition_parameters.py``, NoGatherHandle); several ranks gather them, with the padding.
     whole = _persistent(config, model) if ranks > 1 or offload.params is not None else []
-    persistent = element * sum(one.elements for one in whole)
+    persistent = element * sum(ranks * part[one.name] for one in whole)
     subgroups = [*_subgroups(config, model, part)]
     largest = element * _largest(model.trained)
     contiguous = zero.contiguous_gradients is not False

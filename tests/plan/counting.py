@@ -58,7 +58,8 @@ def _compare(one: Cell) -> dict[str, tuple[int, int]]:
     examples, pad_id = rows(config)
     during: dict[str, int] = {}
     for _, micro_batches in batches(config, examples, pad_id, 0, 2):
-        for number, batch in enumerate(micro_batches, start=1):
+        for number, there in enumerate(micro_batches, start=1):
+            batch = distributed.to_device(there)
             engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             loss = forward_loss(engine, padded_inputs(batch), batch)
             with _Watch(engine, during):
@@ -83,6 +84,21 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
+def _copies(whole: list[Any], partitions: list[Any]) -> int:
+    """Of whole parameters beside their partitions on the host.
+
+    A single rank takes each off the host with ``Tensor.to`` (``partition_parameters.py``, NoGatherHandle). On a GPU that
+    is a copy. On a CPU it copies nothing, and the parameter is a view of its partition, which for trained ones lies in
+    a buffer with others: it counts as the copy that it would be.
+    """
+    host = {one.untyped_storage().data_ptr() for one in partitions}
+    views = [one for one in whole if one.untyped_storage().data_ptr() in host]
+    assert not views or (distributed.world_size() == 1 and not torch.cuda.is_available()), "copies, or gathered"
+    return _bytes(one for one in whole if one.untyped_storage().data_ptr() not in host) + sum(
+        one.nbytes for one in views
+    )
+
+
 def _kept(engine: Any, config: Any) -> dict[str, int]:
     """Between two steps."""
     optimizer, stage = engine.optimizer, config.zero.stage
@@ -102,7 +118,7 @@ def _kept(engine: Any, config: Any) -> dict[str, int]:
         if config.offload.params is not None:
             whole = [one.data for one in parameters if one.ds_persist]
             found["host weights"] = _bytes(partitions)
-            found["weights"] = _bytes(whole)
+            found["weights"] = _copies(whole, partitions)
         else:
             found["weights"] = _bytes(partitions) + _bytes(whole)
         masters = list(optimizer.fp32_partitioned_groups_flat)
