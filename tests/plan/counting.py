@@ -87,9 +87,9 @@ def _bytes(tensors: Iterable[Any]) -> int:
 def _copies(whole: list[Any], partitions: list[Any]) -> int:
     """Of whole parameters beside their partitions on the host.
 
-    A single rank takes each off the host with ``Tensor.to`` (``partition_parameters.py``, NoGatherHandle). On a GPU that
-    is a copy. On a CPU it copies nothing, and the parameter is a view of its partition, which for trained ones lies in
-    a buffer with others: it counts as the copy that it would be.
+    A single rank takes each off the host with ``Tensor.to`` (``partition_parameters.py``, NoGatherHandle). On a GPU
+    that is a copy. On a CPU it copies nothing, and the parameter is a view of its partition, which for trained ones
+    lies in a buffer with others: it counts as the copy that it would be.
     """
     host = {one.untyped_storage().data_ptr() for one in partitions}
     views = [one for one in whole if one.untyped_storage().data_ptr() in host]
