@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,24 @@ from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed, kv_cache
 from glmexp.entry import serving
 from glmexp.entry.console import relative
-from glmexp.entry.measure import Asked, Cell, Side, copy_rate, measure, ours, transformers_generate, weights_read
+from glmexp.entry.measure import (
+    Asked,
+    Cell,
+    Pace,
+    Side,
+    copy_rate,
+    measure,
+    ours,
+    transformers_generate,
+    weights_read,
+)
 from glmexp.entry.serving import Served
 from glmexp.entry.session import Session, session
-from glmexp.launcher.folder import write_json, write_status
+from glmexp.launcher import positions
+from glmexp.launcher.folder import write_json, write_status, write_text
 
 PLAIN = "transformers"
+REPORT, TABLE = "bench.json", "bench.md"
 COLUMNS = (
     "side",
     "batch",
@@ -31,13 +44,17 @@ COLUMNS = (
     "peak GB",
     "KV MB (formula)",
 )
+_TITLE = "median (least to most)"
 _SPREAD = {"ttft_s": "first_s", "tpot_s": "token_s", "tokens_per_s": "tokens_per_s"}
+_QUIET_S = 15.0
+"""Longest time without a word about how far it is."""
 
 
 def run(config: RunConfig, run_folder: Path) -> int:
     """One rank of a bench. Returns the exit code."""
     subject = serving.find(config)
     with session(config, run_folder) as here:
+        positions.at("loading the model")
         served = serving.load(subject, config)
         _check(config, served)
         here.start_tracker()
@@ -53,24 +70,85 @@ def run(config: RunConfig, run_folder: Path) -> int:
                 "device copy": f"{rate / 1e12:.3f} TB/s read and written, measured now: 100 % of bandwidth",
             },
         )
-        cells = [cell for asked in _questions(config, served) for cell in _measured(config, here, sides, asked)]
-        rows = [_record(cell, served, rate) for cell in cells]
-        _show(here, rows, rate)
-        if here.screen.active:
-            report = {
-                "device": _device_name(),
-                "torch": torch.__version__,
-                "copy_bytes_per_s": rate,
-                "weight_bytes_read": weights_read(served.model),
-                "ranks": distributed.world_size(),
-                "settings": asdict(config.bench),
-                "cells": rows,
-            }
-            write_json(run_folder / "bench.json", report)
-            lines = here.tracker.finish("finished")
-            write_status(run_folder, "finished")
-            here.screen.lines([f"everything lies in {relative(run_folder)}: bench.json, metrics.jsonl", *lines])
+        report = Report(here, served, rate)
+        for cell in _cells(config, here, served, sides):
+            report.add(cell)
+        report.end()
     return 0
+
+
+class Report:
+    """What was measured, on the disk from each cell on: a bench that is ended early keeps what it has."""
+
+    def __init__(self, here: Session, served: Served, rate: float) -> None:
+        self.here, self.served, self.rate = here, served, rate
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, cell: Cell) -> None:
+        """Write one more row down, everywhere."""
+        row = _record(cell, self.served, self.rate)
+        self.rows.append(row)
+        where = f"bench/{row['side']}/batch{row['batch']}_prompt{row['prompt']}"
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+        self.here.record(len(self.rows) - 1, {f"{where}/{name}": float(value) for name, value in numbers.items()})
+        self._write(finished=False)
+        side, batch, prompt, first, token, speed, *_ = _texts(row)
+        self.here.screen.lines(
+            [f"batch {batch}, prompt {prompt}, {side}: TTFT {first} ms, TPOT {token} ms, {speed} tokens/s"]
+        )
+
+    def end(self) -> None:
+        """All is measured."""
+        self._write(finished=True)
+        screen = self.here.screen
+        screen.table(_TITLE, COLUMNS, [_texts(row) for row in self.rows])
+        screen.lines([_of_bandwidth(self.rate)])
+        if screen.active:
+            lines = self.here.tracker.finish("finished")
+            write_status(self.here.folder, "finished")
+            screen.lines([f"everything lies in {relative(self.here.folder)}: {REPORT}, {TABLE}, metrics.jsonl", *lines])
+
+    def _write(self, finished: bool) -> None:
+        if not self.here.screen.active:
+            return
+        report = {
+            "finished": finished,
+            "device": _device_name(),
+            "torch": torch.__version__,
+            "copy_bytes_per_s": self.rate,
+            "weight_bytes_read": weights_read(self.served.model),
+            "ranks": distributed.world_size(),
+            "settings": asdict(self.here.config.bench),
+            "cells": self.rows,
+        }
+        write_json(self.here.folder / REPORT, report)
+        lines = [COLUMNS, ["---"] * len(COLUMNS), *map(_texts, self.rows)]
+        table = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+        write_text(self.here.folder / TABLE, f"{_device_name()}, {_TITLE}\n\n{table}\n{_of_bandwidth(self.rate)}\n")
+
+
+def _cells(config: RunConfig, here: Session, served: Served, sides: dict[str, Side]) -> Iterator[Cell]:
+    """Cell after cell, with a word about how far it is."""
+    bench, questions = config.bench, _questions(config, served)
+    pace = Pace(list(sides), [one.ids.shape[0] for one in questions], bench.warm_up + bench.runs)
+    count = len(questions) * len(sides) * pace.each
+    here.screen.lines(
+        [
+            f"measuring {len(questions) * len(sides)} cells, {count} generations of {bench.new_tokens} tokens; rows go "
+            f"to {REPORT} and {TABLE} in {relative(here.folder)} as they are measured"
+        ]
+    )
+    said, estimated = time.monotonic(), False
+    for asked in questions:
+        batch, length = asked.ids.shape
+        positions.at(f"measuring batch {batch}, prompts of {length} tokens")
+        for side, cell in measure(sides, asked, bench.runs, bench.warm_up):
+            pace.done(side)
+            if cell is not None:
+                yield cell
+            if pace.known() and (not estimated or time.monotonic() - said > _QUIET_S):
+                said, estimated = time.monotonic(), True
+                here.screen.lines([f"{pace.words()}: batch {batch}, prompt {length}"])
 
 
 def _sides(config: RunConfig, served: Served) -> dict[str, Side]:
@@ -127,12 +205,6 @@ def prompt_ids(template: Any, length: int, row: int) -> list[int]:
     return ids[-length:]
 
 
-def _measured(config: RunConfig, here: Session, sides: dict[str, Side], asked: Asked) -> list[Cell]:
-    batch, length = asked.ids.shape
-    here.screen.lines([f"batch {batch}, prompts of {length} tokens"])
-    return measure(sides, asked, config.bench.runs, config.bench.warm_up)
-
-
 def _record(cell: Cell, served: Served, rate: float) -> dict[str, Any]:
     """One cell as it is written down. Values that have a spread: median, least, most."""
     last = cell.runs[-1]
@@ -153,35 +225,30 @@ def _record(cell: Cell, served: Served, rate: float) -> dict[str, Any]:
     return record
 
 
-def _show(here: Session, rows: Sequence[dict[str, Any]], rate: float) -> None:
-    def spread(row: dict[str, Any], name: str, scale: float, digits: int) -> str:
+def _texts(row: dict[str, Any]) -> list[str]:
+    """A row as it is shown, by COLUMNS."""
+
+    def spread(name: str, scale: float, digits: int) -> str:
         median, least, most = (scale * row[f"{name}{end}"] for end in ("", "_min", "_max"))
         return f"{median:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
 
-    table = []
-    for step, row in enumerate(rows):
-        table.append(
-            [
-                row["side"],
-                str(row["batch"]),
-                str(row["prompt"]),
-                spread(row, "ttft_s", 1e3, 2),
-                spread(row, "tpot_s", 1e3, 3),
-                spread(row, "tokens_per_s", 1, 1),
-                f"{row['of_bandwidth']:.1%}",
-                "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}",
-                f"{row['kv_bytes_measured'] / 1e6:.2f} ({row['kv_bytes_formula'] / 1e6:.2f})",
-            ]
-        )
-        where = f"bench/{row['side']}/batch{row['batch']}_prompt{row['prompt']}"
-        numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        here.record(step, {f"{where}/{name}": float(value) for name, value in numbers.items()})
-    here.screen.table("median (least to most)", COLUMNS, table)
-    here.screen.lines(
-        [
-            "of bandwidth: weights, cached keys and values that a step reads, by TPOT, against the "
-            f"{rate / 1e12:.3f} TB/s that a device copy moved in this run"
-        ]
+    return [
+        row["side"],
+        str(row["batch"]),
+        str(row["prompt"]),
+        spread("ttft_s", 1e3, 2),
+        spread("tpot_s", 1e3, 3),
+        spread("tokens_per_s", 1, 1),
+        f"{row['of_bandwidth']:.1%}",
+        "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}",
+        f"{row['kv_bytes_measured'] / 1e6:.2f} ({row['kv_bytes_formula'] / 1e6:.2f})",
+    ]
+
+
+def _of_bandwidth(rate: float) -> str:
+    return (
+        "of bandwidth: weights, cached keys and values that a step reads, by TPOT, against the "
+        f"{rate / 1e12:.3f} TB/s that a device copy moved in this run"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,22 +171,97 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def measure(sides: dict[str, Side], asked: Asked, runs: int, warm_up: int) -> list[Cell]:
-    """A cell of each side: warmed up one after another, then measured in turns, so that a change of the machine's
-    clocks meets all of them."""
+def measure(sides: dict[str, Side], asked: Asked, runs: int, warm_up: int) -> Iterator[tuple[str, Cell | None]]:
+    """Times every side with the same prompts: warmed up one after another, then measured in turns, so that a change of
+    the machine's clocks meets all of them.
+
+    Yields the side after each of its generations: with None, or with its whole cell after the last one.
+    """
     cells = {name: Cell(name, *asked.ids.shape) for name in sides}
-    on_gpu = torch.cuda.is_available()
     for name, side in sides.items():
         for _ in range(warm_up):
             side(asked)
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            side(asked)
-            cells[name].peak_bytes = torch.cuda.max_memory_allocated()
-    for _ in range(runs):
+            yield name, None
+    for run in range(1, runs + 1):
         for name, side in sides.items():
-            cells[name].runs.append(side(asked))
-    return list(cells.values())
+            cell = cells[name]
+            _forget_peak()
+            cell.runs.append(side(asked))
+            cell.peak_bytes = _peak(cell.peak_bytes)
+            yield name, cell if run == runs else None
+
+
+def _forget_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(before: int | None) -> int | None:
+    return max(before or 0, torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else None
+
+
+@dataclass
+class Pace:
+    """How long a bench will take, from the generations that it has done. Call ``done`` after each.
+
+    A side's first generation at a batch size also compiles and records: what that took longer than the next one is what
+    each batch size to come is taken to cost. A generation is taken to last as long at any batch on a GPU, which mostly
+    reads weights, and to grow with the root of the batch on the CPU: a guess, which each cell replaces.
+    """
+
+    sides: Sequence[str]
+    batches: Sequence[int]
+    """Batch of each question in order."""
+    each: int
+    """Generations of a side for one question."""
+    grows: bool = field(default_factory=lambda: not torch.cuda.is_available())
+    began: float = field(default_factory=time.monotonic)
+    at: float = field(default_factory=time.monotonic)
+    """When the last generation was done."""
+    question: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """Generations of each side at the present question."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Seconds of each side's last generation that was the first at its batch size."""
+    later: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Seconds of each side's last generation that was not, and its batch."""
+
+    def done(self, side: str) -> None:
+        """A generation of ``side`` is over."""
+        now = time.monotonic()
+        took, self.at = now - self.at, now
+        count = self.counts.get(side, 0)
+        if count == 0 and self._new_size(self.question):
+            self.first[side] = took
+        else:
+            self.later[side] = took, self.batches[self.question]
+        self.counts[side] = count + 1
+        if all(self.counts.get(name) == self.each for name in self.sides):
+            self.question, self.counts = self.question + 1, {}
+
+    def known(self) -> bool:
+        """Every side has been seen twice, so that its first generation is told from the others."""
+        return all(side in self.later for side in self.sides)
+
+    def words(self) -> str:
+        """``20 s of about 110 s``: seconds since the beginning, and what it will have taken."""
+        passed = time.monotonic() - self.began
+        return f"{passed:.0f} s of about {passed + self.left_s():.0f} s"
+
+    def left_s(self) -> float:
+        """Seconds that what is left will take."""
+        left = 0.0
+        for number in range(self.question, len(self.batches)):
+            for side in self.sides:
+                count = self.each - (self.counts.get(side, 0) if number == self.question else 0)
+                took, batch = self.later[side]
+                left += count * took * ((self.batches[number] / batch) ** 0.5 if self.grows else 1.0)
+                if count == self.each and self._new_size(number):
+                    left += max(0.0, self.first[side] - took)
+        return left
+
+    def _new_size(self, number: int) -> bool:
+        return number == 0 or self.batches[number] != self.batches[number - 1]
 
 
 def copy_rate(device: torch.device) -> float:

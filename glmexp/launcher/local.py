@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from glmexp.config.entries import GOES_ON
 from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import failures, folder, positions, rendezvous
@@ -105,7 +106,9 @@ class Ranks:
             return
         self._asked, self._asked_s = number, now
         if number in POLITE:
-            print("asked to stop: saving after this step (a second signal ends at once)", flush=True)
+            saves = self._config.entry.name in GOES_ON
+            how = "saving after this step (a second signal ends at once)" if saves else "ending"
+            print(f"asked to stop: {how}", flush=True)
         number = signal.SIGINT if number == signal.SIGHUP else number
         for process in self._processes:
             if process.poll() is None:

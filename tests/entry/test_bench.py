@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from glmexp.config.compose import run_config
 from glmexp.config.errors import ConfigError
 from glmexp.engine import kv_cache
 from glmexp.entry import bench
-from glmexp.entry.measure import Cell, Run, answer_lengths, copy_rate, weights_read
+from glmexp.entry.console import Screen
+from glmexp.entry.measure import Cell, Pace, Run, answer_lengths, copy_rate, weights_read
 from tests.cli import glmexp, metrics, runs
 from tests.model.samples import network
 
@@ -58,6 +60,46 @@ def test_weights_of_a_step_are_all_but_the_embedding_unless_it_is_the_output_too
     assert copy_rate(torch.device("cpu")) > 1e8
 
 
+def test_pace_tells_what_the_sizes_to_come_will_take_from_those_that_were_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours compiles 9 s and takes 1 s, the other takes 3 s; two batch sizes, one of them with two prompt lengths."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pace = Pace(["ours", "plain"], [1, 1, 16], each=3, grows=False, began=0.0, at=0.0)
+    took = {"ours": [10.0, 1.0, 1.0], "plain": [3.0, 3.0, 3.0]}
+    order = [("ours", 0), ("plain", 0), ("ours", 1), ("plain", 1), ("ours", 2), ("plain", 2)]
+    for side, number in order:
+        assert pace.known() == (number == 2)
+        now[0] += took[side][number]
+        pace.done(side)
+        if side == "plain" and number == 1:
+            assert pace.words() == "17 s of about 54 s", "1 + 3 here, 12 for the other prompt, 9 + 12 for the next size"
+    pace.grows = True
+    assert pace.left_s() == 12 + 9 + 4 * 12, "on the CPU 16 rows are taken to last 4 times as long"
+
+
+def test_a_row_is_on_the_disk_before_the_next_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = network("chatglm3", "sdpa")
+    cache = kv_cache.shape_of(model, torch.float32)
+    served: Any = SimpleNamespace(model=model, device=model.device, cache=cache, decoder=None)
+    screen = Screen(active=True)
+    recorded: list[int] = []
+    here: Any = SimpleNamespace(
+        folder=tmp_path,
+        screen=screen,
+        config=SimpleNamespace(bench=run_config(["entry=bench", "tracker=none"]).bench),
+        record=lambda step, metrics: recorded.append(step),
+    )
+    report = bench.Report(here, served, rate=1e10)
+    for count, batch in enumerate((1, 16), start=1):
+        report.add(Cell("transformers", batch, 8, [Run(0.1, 1.1, 6, 12, 0)]))
+        kept = json.loads((tmp_path / "bench.json").read_text())
+        assert not kept["finished"]
+        assert [cell["batch"] for cell in kept["cells"]] == [1, 16][:count]
+        assert len((tmp_path / "bench.md").read_text().splitlines()) == 6 + count
+    assert recorded == [0, 1]
+    assert "batch 16, prompt 8, transformers: TTFT 100.00" in capsys.readouterr().out
+
+
 def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Path) -> None:
     done = glmexp(
         "entry=bench", "placement=tensor_parallel", "launcher.nproc=2", "precision=fp32", "decoding.way=static",
@@ -68,6 +110,9 @@ def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Pat
     (run,) = runs(tmp_path)
     report = json.loads((run / "bench.json").read_text())
     assert report["ranks"] == 2
+    assert report["finished"]
+    assert "measuring 4 cells, 12 generations of 4 tokens" in done.stdout
+    assert " s of about " in done.stdout
     cells = report["cells"]
     assert [(cell["batch"], cell["prompt"], cell["side"]) for cell in cells] == [
         (batch, prompt, side) for batch in (3,) for prompt in (12, 20) for side in ("static", "transformers")
