@@ -59,6 +59,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "memory_breakdown": (True, False),
     "dump_state": (True, False),
     "wall_clock_breakdown": (True, False),
+    "timers.throughput.enabled": (True, False),
+    "timers.throughput.synchronized": (True, False),
     "zero_allow_untested_optimizer": (True, False),
     "zero_force_ds_cpu_optimizer": (True, False),
     "flops_profiler.enabled": (False,),

@@ -13,7 +13,7 @@ from torch import nn
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.memory import split
 from glmexp.config.schema import RunConfig
-from glmexp.engine import accumulation, grad_norm
+from glmexp.engine import accumulation, grad_norm, run_ahead
 from glmexp.engine.schedule import lr_factor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -107,6 +107,7 @@ def set_right(engine: Any, config: RunConfig) -> None:
     _forget_warm_up_step(engine.basic_optimizer)
     grad_norm.fuse(engine.optimizer)
     accumulation.add_in_place(engine.optimizer)
+    run_ahead.let(engine.optimizer)
     if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -46,6 +47,18 @@ class StepSize:
     """This rank's part of the tokens."""
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A step before it is taken."""
+
+    step: int
+    micro_batches: list[dict[str, Any]]
+    """On the device."""
+    size: StepSize
+    own_data_s: float
+    """What this rank waited for its batches."""
+
+
 @dataclass
 class Loop:
     """One run of optimizer steps over ``engine``.
@@ -76,6 +89,11 @@ class Loop:
     grad_norm: float = field(default=math.nan, init=False)
     """Of the last step, before clipping."""
     _last_finite: float = field(default=math.nan, init=False)
+    _scale_before: float = field(default=1.0, init=False)
+    """Loss scale that the last step was taken with."""
+    _early_norm: float | None = field(default=None, init=False)
+    """Its gradient norm, where DeepSpeed keeps none."""
+    _missing_scale: float = field(default=1.0, init=False)
     _overflows: int = field(default=0, init=False)
     """Steps in a row that fp16 has skipped."""
 
@@ -87,40 +105,51 @@ class Loop:
         self.engine.train()
         self.watch.restart()
         batches = iter(self.steps)
+        following = self._fetch(batches)
         first = True
-        while True:
-            with self._phase("data"):
-                following = next(batches, None)
-                if following is not None:
-                    step, micro_batches = following
-                    positions.at("data: sums over ranks", step)
-                    own_data_s = self.watch.so_far()
-                    # Counted before the copy: a count on a GPU would wait for all that was given to it.
-                    size = size_over_ranks(micro_batches, self.speed)
-                    micro_batches = [distributed.to_device(batch) for batch in micro_batches]
-            if following is None:
-                return None
-
-            summed = self._first(micro_batches, size) if first else self._forward_backward(micro_batches, size)
+        while following is not None:
+            now = following
+            summed = (self._first if first else self._forward_backward)(now.micro_batches, now.size)
             first = False
-            reason = self._take_step(step, size, summed, own_data_s)
-            reason = self.after_step(step, reason)
+            self._update(now.step)
+            # The device still has most of this step to do: the next one's batches are there when it is done.
+            following = self._fetch(batches)
+            reason = self.after_step(now.step, self._look(now.step, now.size, summed, now.own_data_s))
             if reason is not None:
                 return reason
             self.watch.restart()
+        return None
 
-    def _take_step(self, step: int, size: StepSize, summed: torch.Tensor, own_data_s: float) -> str | None:
-        """The optimizer step, and a look at its numbers. Returns why the run stops after it."""
-        scale_before = self._loss_scale()
+    def _fetch(self, batches: Iterator[tuple[int, Sequence[Batch]]]) -> Fetched | None:
+        """The next step's batches on their way to the device; None behind the last."""
+        began = time.perf_counter()
+        with self._phase("data"):
+            following = next(batches, None)
+            if following is None:
+                return None
+            step, micro_batches = following
+            positions.at("data: sums over ranks", step)
+            own_data_s = time.perf_counter() - began
+            # Counted before the copy: a count on a GPU would wait for all that was given to it.
+            size = size_over_ranks(micro_batches, self.speed)
+            return Fetched(step, [distributed.to_device(batch) for batch in micro_batches], size, own_data_s)
+
+    def _update(self, step: int) -> None:
+        """The optimizer step, given to the device. ``_look`` waits for it."""
+        self._scale_before = self._loss_scale()
         with self._phase("optimizer"):
-            early_norm, scale = self._plain_grad_norm(), self._missing_loss_scale()
+            self._early_norm, self._missing_scale = self._plain_grad_norm(), self._missing_loss_scale()
             self._step(step)
 
+    def _look(self, step: int, size: StepSize, summed: torch.Tensor, own_data_s: float) -> str | None:
+        """Wait for the step just taken, and look at its numbers. Returns why the run stops after it."""
+        positions.at("records", step)
         with self.watch.phase("records"):
             total, *flags = distributed.sum_over_ranks([float(summed), *self.stop.flags()])
             loss = total / size.supervised_tokens
-            self.grad_norm = float(self._ds_grad_norm() / scale if early_norm is None else early_norm)
-            self._check_finite(step, loss, self.grad_norm, scale_before)
+            early = self._early_norm
+            self.grad_norm = float(self._ds_grad_norm() / self._missing_scale if early is None else early)
+            self._check_finite(step, loss, self.grad_norm, self._scale_before)
             self._last_finite = loss
         seconds = self.watch.read()
         self.per_rank.add(size.own_tokens, seconds["step"], own_data_s + seconds["forward"])

@@ -139,7 +139,8 @@ class Steps(Loop):
                 self._reached.check()
             self._reached = None
         assert self._size is not None, "begin() comes first"
-        self.reason = self._take_step(self._number, self._size, self._summed, self._own_data_s)
+        self._update(self._number)
+        self.reason = self._look(self._number, self._size, self._summed, self._own_data_s)
 
     def _used_lr(self) -> float:
         """The Trainer steps the schedule, after this is asked."""

@@ -78,7 +78,9 @@ def varlen_attention(
         longest += prefix_length
         places = _with_prefix(cu_seq_lens_q, ends, batch, length, prefix_length)
         flat_key, flat_value = flat_key.index_select(0, places), flat_value.index_select(0, places)
-    flat_query = query.transpose(1, 2).flatten(0, 1)
+    # Token by token: the kernel gives its result the layout of the query, and what comes next, in both directions,
+    # would copy one that lies head by head. Compiled blocks write the rotated query so at once.
+    flat_query = query.transpose(1, 2).flatten(0, 1).contiguous()
     if has_kernel(query):
         # What torch.nn.attention.varlen calls itself; that function's arguments differ between torch 2.11 and 2.13.
         context = torch.ops.aten._flash_attention_forward(

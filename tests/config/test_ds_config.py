@@ -133,6 +133,7 @@ def test_a_whole_lowering_is_written_out_here() -> None:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
@@ -140,7 +141,7 @@ def test_nulls_are_left_out() -> None:
     one = config("zero=stage0", "precision=fp32", "optim.max_grad_norm=null")
     assert flatten(lower(one, 1)).keys() == {
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-        "zero_optimization.stage", *CONSTANT,
+        "zero_optimization.stage", *flatten(CONSTANT),
     }  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def test_every_written_value_can_be_traced_to_its_option() -> None:
     options = flatten(dump(one))
     lowered = flatten(lower(one, 2))
     traced = provenance(one)
-    assert set(lowered) == set(traced) | set(CONSTANT)
+    assert set(lowered) == set(traced) | set(flatten(CONSTANT))
     for path, key in traced.items():
         assert lowered[path] == (True if key == "precision.dtype" else options[key]), path
 

@@ -18,6 +18,7 @@ def norms(*words: str) -> tuple[list[float], list[float], float]:
     for own in (True, False):
         config = configure(*words)
         engine = _engine(config, STEPS)
+        assert "unscale_and_clip_grads" in vars(engine.optimizer), "run_ahead is there too"
         if own:
             optimizer = engine.optimizer
             optimizer.get_grad_norm_direct = type(optimizer).get_grad_norm_direct.__get__(optimizer)

@@ -1,0 +1,76 @@
+"""ZeRO stages 1 and 2 without a wait of the host inside of a step: it gives work to the GPU ahead of what the GPU does.
+
+DeepSpeed (0.19.8, ``stage_1_and_2.py``) waits for the whole device before each reduction and behind each backward pass
+where reductions have a stream of their own (``overlap_comm``), and reads the gradient norm to clip by it. All that
+follows, up to the next forward pass, then finds a GPU without work: 10 to 13 ms a step of LoRA on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def let(optimizer: Any) -> None:
+    """Let DeepSpeed's optimizer of stage 1 or 2 order its streams instead; other optimizers stay as they are."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    if not isinstance(optimizer, stage_1_and_2.DeepSpeedZeroOptimizer):
+        return
+    optimizer.unscale_and_clip_grads = _clipping(optimizer, optimizer.unscale_and_clip_grads)
+    # Offloaded gradients are copied to the host, which must wait for them.
+    if torch.cuda.is_available() and optimizer.overlap_comm and not optimizer.cpu_offload:
+        for name in ("allreduce_and_copy", "independent_gradient_partition_epilogue"):
+            ordered = in_order(getattr(optimizer, name), stage_1_and_2, optimizer.reduction_stream)
+            setattr(optimizer, name, ordered)
+
+
+def in_order(method: Callable[..., Any], module: Any, reductions: Any) -> Callable[..., Any]:
+    """``method`` with ``module.get_accelerator().synchronize()`` as a wait of the current stream for ``reductions``.
+
+    That is order enough. Reductions wait for the streams that made their gradients (``average_tensor``), tensors that
+    they read are recorded on their stream, and what is freed or read behind ``method`` belongs to the current stream.
+    """
+
+    @wraps(method)
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        plain = module.get_accelerator
+        module.get_accelerator = lambda: _Ordering(plain(), reductions)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            module.get_accelerator = plain
+
+    return ordered
+
+
+class _Ordering:
+    """Stands before an accelerator."""
+
+    def __init__(self, accelerator: Any, reductions: Any) -> None:
+        self._accelerator, self._reductions = accelerator, reductions
+
+    def synchronize(self) -> None:
+        self._accelerator.current_stream().wait_stream(self._reductions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def _clipping(optimizer: Any, plain: Callable[..., None]) -> Callable[..., None]:
+    """``unscale_and_clip_grads`` with a norm that stays on its device; the same operations else."""
+
+    def clip(gradients: Sequence[Tensor], norm: Any) -> None:
+        if not torch.is_tensor(norm) or not optimizer.clip_grad > 0:
+            plain(gradients, norm)
+            return
+        valid = torch.where(norm >= 0, norm, torch.inf)  # -1 and nan: not finite
+        factor = torch.clamp((valid / optimizer.loss_scale + 1e-6) / optimizer.clip_grad, min=1.0)
+        for gradient in gradients:
+            gradient.data.mul_(1.0 / (factor * optimizer.loss_scale))
+
+    return clip

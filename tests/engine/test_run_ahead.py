@@ -1,0 +1,94 @@
+"""The host gives a step to the device without waiting for it, and the numbers are DeepSpeed's to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from glmexp.data.collate import collate
+from glmexp.engine import run_ahead
+from glmexp.engine.loop import Loop
+from tests.engine.cells import configure, rows
+
+
+class Device:
+    """An accelerator that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def synchronize(self) -> None:
+        self.asked.append("the host waits")
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.asked.append(f"stream waits for {other}"))
+
+    def name(self) -> str:
+        return "device"
+
+
+def test_streams_are_ordered_in_place_of_a_wait_of_the_host() -> None:
+    device = Device()
+    module = SimpleNamespace(get_accelerator=lambda: device)
+
+    def reduce(fails: bool) -> str:
+        module.get_accelerator().synchronize()
+        if fails:
+            raise RuntimeError("reduction")
+        return module.get_accelerator().name()
+
+    ordered = run_ahead.in_order(reduce, module, "reductions")
+    assert ordered(fails=False) == "device"
+    with pytest.raises(RuntimeError, match="reduction"):
+        ordered(fails=True)
+    assert device.asked == ["stream waits for reductions"] * 2
+    assert module.get_accelerator() is device, "everywhere else the accelerator is itself"
+
+
+@pytest.mark.parametrize("norm", [0.25, 4.0, -1.0])
+@pytest.mark.parametrize("scale", [1.0, 128.0])
+def test_clipping_by_a_norm_on_the_device_is_deepspeeds(norm: float, scale: float) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    optimizer = SimpleNamespace(clip_grad=1.0, loss_scale=scale, device="cpu")
+    gradients = [torch.linspace(-1, 1, 7) for _ in range(2)]
+
+    def theirs(given: Any, total: Any) -> None:
+        DeepSpeedZeroOptimizer.unscale_and_clip_grads(optimizer, given, total)
+
+    theirs([gradients[0]], torch.tensor(norm))
+    run_ahead._clipping(optimizer, theirs)([gradients[1]], torch.tensor(norm))
+    assert torch.equal(*gradients)
+
+
+def test_the_next_batches_are_fetched_before_a_step_is_waited_for() -> None:
+    told: list[str] = []
+    config = configure("model=tiny")
+    examples, pad_id = rows(config)
+
+    class Told(Loop):
+        def _look(self, step: int, *args: Any) -> str | None:
+            told.append(f"look at {step}")
+            return "enough" if step == 2 else None
+
+        def _update(self, step: int) -> None:
+            told.append(f"update {step}")
+
+        def _forward_backward(self, *args: Any) -> torch.Tensor:
+            return torch.zeros(())
+
+        _first = _forward_backward
+
+    def steps() -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        for step in range(1, 9):
+            told.append(f"fetch {step}")
+            yield step, [collate([examples[0]], pad_id)]
+
+    engine = SimpleNamespace(train=lambda: None)
+    reason = Told(engine, steps(), 1, lambda *_: None, lambda step, reason: reason).run()
+    assert reason == "enough"
+    assert told == ["fetch 1", "update 1", "fetch 2", "look at 1", "update 2", "fetch 3", "look at 2"]
