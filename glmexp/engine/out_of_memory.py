@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from glmexp.config.memory import BYTES
 from glmexp.config.schema import RunConfig
-from glmexp.engine import distributed, fp8
-from glmexp.engine.build import frozen, trainable
+from glmexp.engine import distributed
+from glmexp.plan import shapes
+from glmexp.plan.states import states_of
 
 GIB = 2**30
 
@@ -55,20 +55,13 @@ class Terms:
 
 
 def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
-    """By the arithmetic of ZeRO (Rajbhandari et al. 2020, figure 1), from the parameters of the live model."""
-    stage, offload = config.zero.stage, config.offload
-    element = BYTES[config.precision.dtype]
-    trained = sum(getattr(one, "ds_numel", one.numel()) for _, one in trainable(model))
-    kept = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for _, one in frozen(model))
-    kept += sum(layer.transposed.numel() for _, layer in fp8.layers(model) if layer.transposed is not None)
-    weights = (element * trained + kept) // (ranks if stage == 3 else 1)
-    gradients = element * trained // (ranks if stage >= 2 else 1)
-    # float32 master and two moments; at stage 0 in fp32 the parameter is its own master.
-    states = (8 if stage == 0 and element == 4 else 12) * trained // (ranks if stage >= 1 else 1)
+    """By the plan's arithmetic of what DeepSpeed holds, over the parameters of the live model."""
+    live = [(name, getattr(one, "ds_shape", one.shape), one.requires_grad) for name, one in model.named_parameters()]
+    states = states_of(config, shapes.model_from(config, live), ranks, distributed.rank())
     return Terms(
-        weights=0 if offload.params else weights,
-        gradients=0 if offload.optimizer else gradients,
-        optimizer=0 if offload.optimizer else states,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.masters + states.moments,
         peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         total=torch.cuda.get_device_properties(distributed.device()).total_memory if torch.cuda.is_available() else 0,
     )

@@ -22,17 +22,14 @@ from pathlib import Path
 
 from glmexp.config.entries import TRAINS
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import EXACT_PINNING, host_bytes, nvme_bytes, pinned_by_deepspeed, sizes_of
+from glmexp.config.memory import pinned_by_deepspeed
 from glmexp.config.schema import RunConfig
 from glmexp.launcher.environment import threads_a_rank, tools_path
 from glmexp.launcher.ranks import gpu_count
+from glmexp.plan import report, shapes
+from glmexp.plan.states import states_of
 
 CPU_ADAM, PIN_MEMORY, ASYNC_IO, QUANTIZER = "cpu_adam", "pin_memory", "async_io", "quantizer"
-_GIB = 2**30
-_UNROUNDED = (
-    "offload.pin_memory=false (pinned buffers are rounded up to powers of two, unless torch 2.13 or later has "
-    f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}}), "
-)
 _WAYS_OUT = "offload.adam=torch (torch's AdamW on the host, slower), or offload=none"
 
 
@@ -193,9 +190,8 @@ def missing(config: RunConfig, host: Host) -> Iterator[Problem]:
                 f"needs DeepSpeed's {op} op, which is compiled here, and {problem.message}",
                 f"{problem.fix}; else {_way_out(op)}",
             )
-    yield from _memory(config, host)
-    yield from _disk(config)
-    yield from _buffer(config, host)
+    if "cpu" in (config.offload.optimizer, config.offload.params) or config.offload.nvme_path is not None:
+        yield from _room(config, host)
 
 
 _KEYS = {
@@ -215,51 +211,52 @@ def _way_out(op: str) -> str:
     }[op]
 
 
-def _memory(config: RunConfig, host: Host) -> Iterator[Problem]:
-    needed = host_bytes(config)
-    if host.gpus == 0:  # the whole run is in host memory: no offload to be counted
-        return
-    if needed is not None and host.memory_bytes is not None and needed > host.memory_bytes:
-        pinned = _UNROUNDED * bool(config.offload.pin_memory)
+def _room(config: RunConfig, host: Host) -> Iterator[Problem]:
+    """Host memory and disk, for what an offload keeps there of this host's ranks."""
+    launcher = config.launcher
+    here = launcher.nproc or int(host.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = here * launcher.nnodes if launcher.nproc is not None else int(host.environ["WORLD_SIZE"])
+    model = shapes.model_of(config)
+    states = states_of(config, model, ranks)
+    needed, free = report.on_host(states, here), host.memory_bytes
+    # Without a GPU the whole run is in host memory: no offload to be counted.
+    if host.gpus and states.host and free is not None and needed > free:
         yield Problem(
             "offload",
-            f"needs about {needed / _GIB:.1f} GiB of host memory, and {host.memory_bytes / _GIB:.1f} GiB are free",
-            f"{pinned}offload=nvme, method=lora, or a smaller model",
+            f"needs about {report.size(needed)} of host memory, and {report.size(free)} are free",
+            report.host_ways_out(config),
         )
+    if config.offload.nvme_path is not None:
+        yield from _disk(config.offload.nvme_path, here * states.disk)
+        yield from _buffer(config, model, ranks)
 
 
-def _disk(config: RunConfig) -> Iterator[Problem]:
-    folder = config.offload.nvme_path
-    if folder is None:
-        return
+def _disk(folder: str, needed: int) -> Iterator[Problem]:
     place = Path(folder)
     existing = next(parent for parent in (place, *place.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         yield Problem("offload.nvme_path", f"{existing} is no folder that can be written to", "another folder")
         return
-    needed, free = nvme_bytes(config), shutil.disk_usage(existing).free
-    if needed is not None and needed > free:
+    free = shutil.disk_usage(existing).free
+    if needed > free:
         yield Problem(
             "offload.nvme_path",
-            f"needs about {needed / _GIB:.1f} GiB on the disk of {existing}, and {free / _GIB:.1f} GiB are free",
+            f"needs about {report.size(needed)} on the disk of {existing}, and {report.size(free)} are free",
             "another disk, or offload=all",
         )
 
 
-def _buffer(config: RunConfig, host: Host) -> Iterator[Problem]:
+def _buffer(config: RunConfig, model: shapes.Model, ranks: int) -> Iterator[Problem]:
     """DeepSpeed stops with an assertion in the first forward pass where a parameter's partition outgrows its buffer."""
-    size, sizes = config.offload.nvme_buffer_size, sizes_of(config.model)
-    if size is None or sizes is None or sizes.vocab_size is None or sizes.hidden_size is None:
-        return
-    launcher = config.launcher
-    ranks = launcher.nproc * launcher.nnodes if launcher.nproc is not None else int(host.environ["WORLD_SIZE"])
-    largest = math.ceil(sizes.vocab_size * sizes.hidden_size / ranks)
-    if largest > size:
+    size = config.offload.nvme_buffer_size
+    largest = max(model.parameters, key=lambda one: one.elements)
+    part = math.ceil(largest.elements / ranks)
+    if size is not None and part > size:
         yield Problem(
             "offload.nvme_buffer_size",
-            f"{size:,} elements, and a rank's part of the embedding has {largest:,} "
-            f"({sizes.vocab_size:,} x {sizes.hidden_size:,} on {ranks} rank{'s' if ranks > 1 else ''})",
-            f"offload.nvme_buffer_size={largest}",
+            f"{size:,} elements, and a rank's part of {largest.name} has {part:,} "
+            f"({' x '.join(f'{one:,}' for one in largest.shape)} on {ranks} rank{'s' if ranks > 1 else ''})",
+            f"offload.nvme_buffer_size={part}",
         )
 
 

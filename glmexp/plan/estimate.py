@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from glmexp.config.memory import BYTES
 from glmexp.config.model_rules import attention_kind
-from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
+from glmexp.config.rules import MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import LOSS_CHUNK, Activations, Batch, Kind, activations_of
 from glmexp.plan.cards import Card
@@ -97,11 +97,6 @@ def whole_batch(config: RunConfig, labelled: float = 1.0, segments: int = 0) -> 
     length = config.data.max_length
     packed = max(1, segments) * rows if config.data.packing else 0
     return Batch(rows, length, round(rows * length * labelled), packed)
-
-
-def accumulates(config: RunConfig) -> bool:
-    """Several micro batches make a step."""
-    return (config.train.grad_accum or GRAD_ACCUM) > 1
 
 
 def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, model: Model) -> list[Phase]:

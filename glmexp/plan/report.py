@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from glmexp.config.memory import BYTES, EXACT_PINNING
+from glmexp.config.memory import BYTES, EXACT_PINNING, MASTER, MOMENTS, exact_pinning
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch
 from glmexp.plan.cards import Card
 from glmexp.plan.estimate import Memory, memory_of, whole_batch
 from glmexp.plan.shapes import Model, model_of
+from glmexp.plan.states import States
 from glmexp.plan.timing import Seconds, step_of
 
 GIB, GB = 2**30, 10**9
 HOST_PROCESS = 1.4 * GIB
 """Of a rank beside what an offload keeps: Python, torch, CUDA (measured on an H200)."""
-CHECKPOINT = 12
-"""Bytes a trained element in a checkpoint: master and moments."""
+CHECKPOINT = MASTER + MOMENTS
+"""Bytes a trained element in a checkpoint."""
 RULES = {"full": 16.0, "lora": 0.1}
 """What people quote, in GB for 1e9 parameters: all of full fine-tuning's states; what LoRA adds to the weights."""
 
@@ -94,9 +95,13 @@ def plan_of(
     batch = shape.batch(config)
     memory = memory_of(config, ranks, batch, model)
     seconds = None if card is None else step_of(config, model, memory.states, batch, memory.kind, card, ranks)
-    here = min(ranks, config.launcher.nproc or ranks)
-    host = round(here * (memory.states.host_bytes + HOST_PROCESS))
+    host = on_host(memory.states, min(ranks, config.launcher.nproc or ranks))
     return Plan(config, ranks, card, memory, seconds, host, host_limit, _disk(config, model, memory))
+
+
+def on_host(states: States, here: int) -> int:
+    """Bytes of one host's memory, with ``here`` ranks on it."""
+    return round(here * (states.host_bytes + HOST_PROCESS))
 
 
 def _disk(config: RunConfig, model: Model, memory: Memory) -> int:
@@ -201,5 +206,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def host_ways_out(config: RunConfig) -> str:
     """What makes an offload smaller in host memory."""
-    pinned = f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}} (torch 2.13) or offload.pin_memory=false, "
-    return f"{pinned if config.offload.pin_memory else ''}offload=nvme, more hosts, or method=lora"
+    offload, ways = config.offload, ["more hosts"]
+    if config.method.name == "full":
+        ways.insert(0, "method=lora")
+    if offload.nvme_path is None:
+        ways.insert(0, "offload=nvme" if config.zero.stage == 3 else "zero=stage3 offload=nvme")
+    if offload.pin_memory and not exact_pinning(config.launcher.env):
+        ways.insert(
+            0, f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}} (torch 2.13) or offload.pin_memory=false"
+        )
+    return ", ".join(ways)

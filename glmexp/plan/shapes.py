@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -19,6 +19,7 @@ from glmexp.config.schema import ModelSection, RunConfig, Sizes
 _SHIPPED = Path(__file__).resolve().parents[1] / "model" / "tiny"
 REST = -1
 """Layer number of what is in no block."""
+_BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,15 @@ def model_of(config: RunConfig) -> Model:
     network = network_of(config.model)
     base = [Parameter(name, shape, False, layer) for name, shape, layer in _base(network)]
     return Model(network, tuple(_with_method(config, network, base)))
+
+
+def model_from(config: RunConfig, tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Model:
+    """The same from name, shape and whether it is trained of each tensor of a network that was built."""
+    parameters = []
+    for name, shape, trained in tensors:
+        block = _BLOCK.search(name)
+        parameters.append(Parameter(name, tuple(shape), trained, REST if block is None else int(block[1])))
+    return Model(network_of(config.model), tuple(parameters))
 
 
 def _base(network: Network) -> Iterator[tuple[str, tuple[int, ...], int]]:

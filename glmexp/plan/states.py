@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from glmexp.config.memory import BYTES, MASTER, MOMENTS, exact_pinning, power_of_two
+from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
 from glmexp.plan.shapes import REST, Model, Parameter
 
@@ -114,7 +115,7 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
     groups = [_Flat(group, ranks) for group in model.groups(zero.stage)]
     parts = [group.part for group in groups]
     own = sum(sum(one.elements for one in group.of(rank)) for group in groups)
-    accumulates = (config.train.grad_accum or 1) > 1
+    accumulates = (config.train.grad_accum or GRAD_ACCUM) > 1
     weights = frozen_bytes(config, model) + element * sum(group.padded for group in groups)
     offloaded = config.offload.optimizer is not None
     bucket = element * (zero.reduce_bucket_size or REDUCE_BUCKET)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from glmexp.config.memory import BYTES
+from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch, Kind, Trained, virtual_tokens
 from glmexp.plan.cards import BANDWIDTH, LISTED, Card
@@ -90,7 +91,7 @@ def step_of(
     starts *= COMPILED_SHARE if kind.compiled else 1
     gathered, reduced = _traffic(config, model, ranks)
     beside = (on_gpu**_SHARPNESS + starts**_SHARPNESS + (gathered / card.link) ** _SHARPNESS) ** (1 / _SHARPNESS)
-    micro = config.train.grad_accum or 1
+    micro = config.train.grad_accum or GRAD_ACCUM
     times = micro if stage >= 2 else 1
     shown = 1 - (HIDDEN if config.zero.overlap_comm and stage else 0)
     trained = model.trained_elements / (ranks if stage else 1)

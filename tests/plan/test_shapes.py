@@ -8,7 +8,7 @@ import torch
 from glmexp.config.compose import run_config
 from glmexp.config.families import FAMILIES
 from glmexp.model.build import empty_network
-from glmexp.plan.shapes import model_of
+from glmexp.plan.shapes import model_from, model_of
 
 MODELS = ("tiny", "tiny_chatglm", "tiny_chatglm2", "tiny_qwen2")
 METHODS = {
@@ -44,6 +44,10 @@ def test_every_parameter_of_the_network_is_known(model: str, method: str) -> Non
     assert sorted(planned) == sorted(found)
     trained = {name.removeprefix("base_model.model.") for name, one in network.named_parameters() if one.requires_grad}
     assert {one.name for one in model_of(config).trained} == trained
+    built = model_from(config, [(name, one.shape, one.requires_grad) for name, one in network.named_parameters()])
+    assert sorted((one.layer, one.shape) for one in built.parameters) == sorted(
+        (one.layer, one.shape) for one in model_of(config).parameters
+    )
 
 
 def test_added_tokens_and_a_tied_output_layer_are_counted() -> None:
