@@ -2,16 +2,17 @@
 
     python experiments/bench/decoding.py --part ways [--batch 1 16] [--prompt 128] [--ways plain graph compiled tuned]
     python experiments/bench/decoding.py --part error
-    torchrun --nproc-per-node 2 experiments/bench/decoding.py --part ways        (tensor parallel)
-    torchrun --nproc-per-node 2 experiments/bench/decoding.py --part sums
+    torchrun --nproc-per-node 2 experiments/bench/decoding.py --part sums shared ways --ways compiled compiled_nccl
 
 One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; seconds of the first generation
 (compiling and recording), then the median TPOT of five generations of 64 tokens, the share of the bandwidth that a
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
 coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots in place of flash decoding. ``error``: two
 layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
-float32, relative to those of transformers' generate in bf16 (1.2 is allowed). ``sums``: 56 sums of a token's hidden
-states, NCCL's and the one-shot kernel of symmetric memory. Measured: results/decoding_h200.jsonl.
+float32, relative to those of transformers' generate in bf16 (1.2 is allowed). Measured: results/decoding_h200.jsonl.
+With several ranks ``ways`` is tensor parallel; ``..._nccl`` sums by NCCL, not through the other GPUs' memory, and
+``whole`` is ``compiled`` on each GPU alone, measured before. ``sums``: 56 sums of a token's hidden states, with the
+residual and norm that follow and without, in one graph. ``shared``: the error of ``error``, ChatGLM3 shared out.
 ``--small``: narrow layers on the CPU, for a rehearsal.
 """
 
@@ -21,7 +22,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glmexp.entry.measure import Asked, copy_rate, ours, synchronize, transformers_generate, weights_read
-from glmexp.model import slots, tensor_parallel
+from glmexp.model import peer_sum, slots, tensor_parallel
 from glmexp.model.auto import register_networks
 from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
 from glmexp.model.decoder import Decoder, Way
@@ -43,6 +45,9 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "tuned": ("compiled", {"coordinate_descent_tuning": True}),
     "graph_masked": ("graph", None),
     "compiled_masked": ("compiled", None),
+    "graph_nccl": ("graph", None),
+    "compiled_nccl": ("compiled", None),
+    "static_nccl": ("static", None),
 }
 NEW = 64
 STOP, PAD = [1], 0
@@ -52,7 +57,7 @@ GMASK, SOP = 130001, 130004
 def main() -> None:
     """One part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["ways", "error", "sums"], required=True)
+    parser.add_argument("--part", choices=["ways", "error", "sums", "shared"], nargs="+", required=True)
     parser.add_argument("--ways", nargs="*", default=["plain", "graph", "compiled", "tuned"])
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
     parser.add_argument("--prompt", type=int, default=128)
@@ -62,8 +67,10 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    peer_sum.LIMIT_NS = 20_000_000_000
     register_networks()
-    {"ways": ways, "error": error, "sums": sums}[args.part](args)
+    for part in args.part:
+        {"ways": ways, "error": error, "sums": sums, "shared": shared}[part](args)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -93,18 +100,44 @@ def ways(args: argparse.Namespace) -> None:
     """TPOT of each way at each batch size."""
     dtype = torch.float32 if args.small else torch.bfloat16
     network: Any = build(chatglm3(28, args.small), dtype, "sdpa", 0).to(place()).eval()
+    if "whole" in args.ways:
+        each_alone(network, args)
     if dist.is_initialized():
-        tensor_parallel.share_out(network, "chatglm3", dist.get_rank(), dist.get_world_size())
+        share_out(network)
     rate, read = copy_rate(place()), weights_read(network)
     say(copy_tb_per_s=rate / 1e12, weight_gb=read / 1e9, ranks=dist.get_world_size() if dist.is_initialized() else 1)
     for batch in args.batch:
         chance = torch.Generator().manual_seed(0)
         ids = torch.randint(3, 500, (batch, args.prompt), generator=chance).to(place())
-        for name in args.ways:
+        for name in (name for name in args.ways if name != "whole"):
             try:
                 one_way(network, name, Asked(ids, NEW, args.prompt + NEW, STOP, PAD), rate, read)
             except Exception as error:  # noqa: BLE001 - the other ways are still worth their numbers
                 say(way=name, batch=batch, failed=f"{type(error).__name__}: {error}"[:600])
+
+
+def each_alone(network: Any, args: argparse.Namespace) -> None:
+    """The whole network on each GPU: what sharing out is held against."""
+    ids = torch.randint(3, 500, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(place())
+    asked = Asked(ids, NEW, args.prompt + NEW, STOP, PAD)
+    one_way(network, "static" if args.small else "compiled", asked, copy_rate(place()), weights_read(network))
+
+
+def share_out(network: Any) -> None:
+    """This rank's share, in place."""
+    tensor_parallel.share_out(network, "chatglm3", dist.get_rank(), dist.get_world_size())
+    peer_sum.connect(network.config.hidden_size, network.dtype, place())
+    say(shared=peer_sum.words())
+
+
+@contextmanager
+def summing(name: str) -> Iterator[None]:
+    """``..._nccl``: the process group sums."""
+    kept = peer_sum.memory
+    if name.endswith("_nccl"):
+        peer_sum.memory = None
+    yield
+    peer_sum.memory = kept
 
 
 def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> None:
@@ -113,10 +146,11 @@ def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> No
     slots.has_kernel = (lambda _: False) if name.endswith("_masked") else has_kernel  # type: ignore[attr-defined]
     side = transformers_generate(network) if decoder is None else ours(decoder)
     began = time.perf_counter()
-    side(asked)
-    synchronize()
-    first = time.perf_counter() - began
-    runs = sorted(side(asked).token_s for _ in range(5))
+    with summing(name):
+        side(asked)
+        synchronize()
+        first = time.perf_counter() - began
+        runs = sorted(side(asked).token_s for _ in range(5))
     say(
         way=name, batch=asked.ids.shape[0], first_s=round(first, 1), tpot_ms=round(1e3 * runs[2], 3),
         least=round(1e3 * runs[0], 3), most=round(1e3 * runs[-1], 3), of_bandwidth=round(read / runs[2] / rate, 3),
@@ -169,12 +203,22 @@ def error(args: argparse.Namespace) -> None:
         for name in ("static", *([] if args.small else ["graph", "compiled"])):
             decoder = Decoder(network, *WAYS[name])
             found = step_logits(network, ids, real, decoder)
-            same = (found[1] == plain[1]).flatten()
-            whole, mask = torch.cat((ids, plain[1]), dim=1), torch.cat((real, torch.ones_like(plain[1])), dim=1)
-            with torch.no_grad():
-                truth = exact(input_ids=whole, attention_mask=mask, use_cache=False).logits[:, -1]
-            off, allowed = ((one[0].float() - truth)[same].abs().max().item() for one in (found, plain))
-            say(family=family, way=name, error=off, plain=allowed, ratio=round(off / allowed, 3), rows=int(same.sum()))
+            off, allowed, rows = errors(exact, ids, real, found, plain)
+            say(family=family, way=name, error=off, plain=allowed, ratio=round(off / allowed, 3), rows=rows)
+
+
+Found = tuple[Tensor, Tensor]
+"""Of ``step_logits``."""
+
+
+def errors(exact: Any, ids: Tensor, real: Tensor, found: Found, plain: Found) -> tuple[float, float, int]:
+    """Largest error of ``found`` and of ``plain`` where both wrote the same first token, and in how many rows."""
+    same = (found[1] == plain[1]).flatten()
+    whole, mask = torch.cat((ids, plain[1]), dim=1), torch.cat((real, torch.ones_like(plain[1])), dim=1)
+    with torch.no_grad():
+        truth = exact(input_ids=whole, attention_mask=mask, use_cache=False).logits[:, -1]
+    off, allowed = ((one[0].float() - truth)[same].abs().max().item() for one in (found, plain))
+    return off, allowed, int(same.sum())
 
 
 def padded(family: str, batch: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -203,22 +247,60 @@ def step_logits(network: Any, ids: Tensor, real: Tensor, decoder: Decoder | None
     return out.logits[1], out.sequences[:, ids.shape[1] : ids.shape[1] + 1]
 
 
+def shared(args: argparse.Namespace) -> None:
+    """Error of a step of ChatGLM3 shared out, by each way of summing, relative to the plain way's on one GPU."""
+    config = chatglm3(2, args.small)
+    exact: Any = build(config, torch.float32, "sdpa", 0).to(place()).eval()
+    network: Any = build(config, torch.bfloat16, "sdpa", 0).to(place()).eval()
+    exact.load_state_dict({name: tensor.float() for name, tensor in network.state_dict().items()})
+    asked = {batch: padded("chatglm3", batch, args.prompt) for batch in (1, 8)}
+    plain = {batch: step_logits(network, *one, None) for batch, one in asked.items()}
+    share_out(network)
+    for name in (
+        "static",
+        "static_nccl",
+        *([] if args.small else ["graph", "graph_nccl", "compiled", "compiled_nccl"]),
+    ):
+        for batch, (ids, real) in asked.items():
+            with summing(name):
+                found = step_logits(network, ids, real, Decoder(network, *WAYS[name]))
+            off, allowed, rows = errors(exact, ids, real, found, plain[batch])
+            mine = [found[0].double().sum().item(), off]
+            both: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(both, mine)
+            say(shared=name, batch=batch, error=off, plain=allowed, ratio=round(off / allowed, 3), rows=rows,
+                same_on_all=all(one == both[0] for one in both))  # fmt: skip
+
+
 def sums(args: argparse.Namespace) -> None:
     """56 sums over the ranks of one token's hidden states, in one CUDA graph."""
-    dtype = torch.bfloat16
+    began = time.perf_counter()
+    peer_sum.connect(4096, torch.bfloat16, place())
+    say(sums=peer_sum.words(), connect_s=round(time.perf_counter() - began, 2))
+    own = peer_sum.memory
     for rows in (1, 16, 64):
-        part = torch.ones(rows, 1, 4096, dtype=dtype, device=place())
+        part = torch.ones(rows, 1, 4096, dtype=torch.bfloat16, device=place())
+        weight = part[0, 0].clone()
+        ways: dict[str, Callable[[], Any]] = {"nccl": lambda part=part: by_nccl(part), "one_shot": one_shot(part)}
+        if own is not None:
+            ways["own"] = lambda part=part: own.sum(part, None, None)
+            ways["own with residual"] = lambda part=part: own.sum(part, part, None)
+            ways["own with residual and norm"] = lambda part=part, weight=weight: own.sum(part, part, weight, 1e-5)
+        for name, one in ways.items():
+            for warps in (32, 16, 8) if name.startswith("own") and own is not None and rows == 1 else (32,):
+                if own is not None:
+                    own.warps = warps
+                try:
+                    say(sum=name, rows=rows, warps=warps, us_each=round(timed(one, 56), 2))
+                except Exception as error:  # noqa: BLE001 - what this machine does not offer
+                    say(sum=name, rows=rows, failed=f"{type(error).__name__}: {error}"[:600])
 
-        def nccl(part: Tensor = part) -> Tensor:
-            total = part.clone()
-            dist.all_reduce(total)
-            return total
 
-        for name, one in (("nccl", nccl), ("one_shot", one_shot(part))):
-            try:
-                say(sum=name, rows=rows, us_each=round(timed(one, 56), 2))
-            except Exception as error:  # noqa: BLE001 - what this machine does not offer
-                say(sum=name, rows=rows, failed=f"{type(error).__name__}: {error}"[:600])
+def by_nccl(part: Tensor) -> Tensor:
+    """As it was done before: a copy, and the sum in place."""
+    total = part.clone()
+    dist.all_reduce(total)
+    return total
 
 
 def one_shot(part: Tensor) -> Callable[[], Tensor]:

@@ -13,7 +13,7 @@ from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.inference_schema import DecodingSection, PlacementSection
 from glmexp.config.schema import Family
 from glmexp.engine import distributed
-from glmexp.model import tensor_parallel
+from glmexp.model import peer_sum, tensor_parallel
 from glmexp.model.decoder import Decoder, applies, best_way
 
 _ROOM = 0.85
@@ -38,7 +38,9 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
         return over_devices(plain, section).eval()
     tensor_parallel.share_out(plain, family, distributed.rank(), distributed.world_size())
     shared: Any = plain
-    return shared.to(distributed.device()).eval()
+    shared = shared.to(distributed.device()).eval()
+    peer_sum.connect(plain.config.hidden_size, plain.dtype, distributed.device())
+    return shared
 
 
 def merges(section: PlacementSection, decoding: DecodingSection) -> bool:

@@ -19,6 +19,7 @@ from glmexp.engine.kv_cache import CacheShape
 from glmexp.entry import artifact, placement, sources
 from glmexp.entry.console import relative
 from glmexp.entry.sources import Source
+from glmexp.model import peer_sum
 from glmexp.model.build import announce_code, load_network, load_tokenizer
 from glmexp.model.decoder import Decoder
 from glmexp.model.renderer import Renderer, renderer
@@ -168,10 +169,11 @@ class Served:
         section = self.subject.section
         way = "plain" if self.decoder is None else self.decoder.way
         waits = " (the first answer waits some ten seconds for the compiler)" if way == "compiled" else ""
+        sums = f", {peer_sum.words()}" if self.placement == "tensor_parallel" else ""
         return {
             "model": f"{section.name} ({section.family}) in {str(self.dtype).removeprefix('torch.')}",
             "artifact": self.subject.words,
-            "placement": f"{self.placement}, decoding: {way}{waits}",
+            "placement": f"{self.placement}{sums}, decoding: {way}{waits}",
         }
 
 

@@ -99,6 +99,8 @@ class Block(GradientCheckpointingLayer):
         self.self_attention = SelfAttention(config, layer_idx)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = MLP(config)
+        self.sums = False
+        """Tensor parallel: attention and MLP give this rank's part, and the block adds those of all ranks up."""
 
     def normed(self, norm: Any, states: Tensor) -> Tensor:
         """The norm's output, in the dtype of the weights where the residual stream is kept in float32."""
@@ -108,7 +110,18 @@ class Block(GradientCheckpointingLayer):
 
     def add(self, residual: Tensor, states: Tensor) -> Tensor:
         """Residual sum after dropout, in the dtype of the residual stream."""
+        if self.sums:
+            if residual.dtype == states.dtype:
+                return torch.ops.glmexp.sum_over_ranks(states, residual)
+            states = torch.ops.glmexp.sum_over_ranks(states, None)
         return residual + nn.functional.dropout(states, self.config.hidden_dropout, self.training)
+
+    def add_and_norm(self, residual: Tensor, states: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+        """The residual sum, and its norm's output: one kernel where all ranks' parts are added up too."""
+        if self.sums and isinstance(norm, RMSNorm) and residual.dtype == states.dtype == norm.weight.dtype:
+            return torch.ops.glmexp.sum_and_norm(states, residual, norm.weight, norm.eps)
+        total = self.add(residual, states)
+        return total, self.normed(norm, total)
 
     def forward(self, hidden: Tensor, prefix_key: Tensor | None, prefix_value: Tensor | None, **kwargs: Any) -> Tensor:
         """``hidden`` (batch, length, hidden) to the same; ``kwargs`` are the attention's. The prefix is positional:
@@ -116,8 +129,8 @@ class Block(GradientCheckpointingLayer):
         after_norm = self.config.apply_residual_connection_post_layernorm
         normed = self.normed(self.input_layernorm, hidden)
         attended = self.self_attention(normed, prefix_key, prefix_value, **kwargs)
-        hidden = self.add(normed if after_norm else hidden, attended)
-        normed = self.normed(self.post_attention_layernorm, hidden)
+        residual = normed if after_norm else hidden
+        hidden, normed = self.add_and_norm(residual, attended, self.post_attention_layernorm)
         return self.add(normed if after_norm else hidden, self.mlp(normed))
 
 

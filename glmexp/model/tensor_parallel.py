@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.schema import Family
+from glmexp.model import peer_sum
+from glmexp.model.chatglm2 import Block
 from glmexp.model.prefix import PrefixEncoder
-
-SUM = "glmexp::sum_over_ranks"
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,19 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """A linear layer over a share of its inputs; the ranks' results are added up."""
+    """A linear layer over a share of its inputs; the ranks' results are added up, here or by the block."""
 
-    def __init__(self, whole: nn.Linear, rank: int, ranks: int) -> None:
+    def __init__(self, whole: nn.Linear, rank: int, ranks: int, sums: bool) -> None:
         super().__init__()
+        self.sums = sums
         self.weight = _frozen(whole.weight.chunk(ranks, dim=1)[rank])
         # Rank 0 brings the bias, so that it is added once.
         self.bias = None if whole.bias is None or rank else _frozen(whole.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         """``states`` (..., share of in) to (..., out)."""
-        return torch.ops.glmexp.sum_over_ranks(nn.functional.linear(states, self.weight, self.bias))
+        part = nn.functional.linear(states, self.weight, self.bias)
+        return torch.ops.glmexp.sum_over_ranks(part, None) if self.sums else part
 
 
 class OutputParallel(nn.Module):
@@ -172,16 +174,19 @@ def share_out(network: Any, family: Family, rank: int, ranks: int) -> Any:
 
     Raises ConfigError where heads or groups cannot be shared out.
     """
-    define_sum()
+    peer_sum.define()
     check(network.config, ranks)
     kinds = {cut.suffix: cut for cut in cuts(family, network.config)}
+    blocks = [module for module in network.modules() if isinstance(module, Block)]
+    for block in blocks:
+        block.sums = True
     found = set()
     for parent, name, layer in list(_linears(network)):
         cut = kinds.get(name)
         if cut is None:
             continue
         found.add(name)
-        new = RowParallel(layer, rank, ranks) if cut.sections is None else None
+        new = RowParallel(layer, rank, ranks, sums=not blocks) if cut.sections is None else None
         setattr(parent, name, new or ColumnParallel(layer, cut.sections or (), rank, ranks))
     assert found == set(kinds), f"no linear layer is called {sorted(set(kinds) - found)}"
     _share_heads(network, ranks)
@@ -206,19 +211,3 @@ def _share_heads(network: nn.Module, ranks: int) -> None:
             for name in ("heads", "groups"):
                 if hasattr(module, name):
                     setattr(module, name, getattr(module, name) // ranks)
-
-
-def define_sum() -> None:
-    """The sum over all ranks as an operator of its own: torch.compile leaves it whole."""
-    if hasattr(torch.ops.glmexp, "sum_over_ranks"):
-        return
-
-    @torch.library.custom_op(SUM, mutates_args=())
-    def sum_over_ranks(part: Tensor) -> Tensor:
-        total = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
-
-    @sum_over_ranks.register_fake
-    def _(part: Tensor) -> Tensor:
-        return torch.empty_like(part, memory_format=torch.contiguous_format)

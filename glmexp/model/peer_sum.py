@@ -1,0 +1,195 @@
+"""Sums over the ranks of tensor parallel inference: operators of their own, which torch.compile leaves whole.
+
+A token's hidden states are 8 KB: what a sum of them costs is waiting and launches, not bytes. Where each GPU can write
+to the others' memory, one kernel of our own (``peer_kernel``) sums, adds the residual and makes the norm; elsewhere the
+process group sums (NCCL, gloo). ``connect`` finds out and tries it, and says which it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MOST_ROWS = 64
+"""Tokens of one call; a prompt has more of them, and those sums are work for NCCL."""
+MOST_RANKS = 8
+TRIAL_NS, LIMIT_NS = 20_000_000_000, 600_000_000_000
+"""How long a rank waits for the others, which may still be compiling; then its process fails, on trial NCCL sums."""
+
+
+class PeerMemory:
+    """Memory of every rank that all ranks write to (torch's symmetric memory, without NVLink multicast)."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        """Collective. Raises where this machine has no such memory."""
+        # Nothing here multicasts, and setting it up touches the switch that the machine's other GPUs share.
+        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+        import torch.distributed._symmetric_memory as symmetric
+
+        from glmexp.model import peer_kernel
+
+        self.kernel, self.width, self.dtype = peer_kernel.sum_rows, width, dtype
+        self.words = width // 4
+        self.block = 1 << (self.words - 1).bit_length()
+        self.warps = max(1, min(32, self.block // 32))
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        device = torch.device("cuda", torch.cuda.current_device())
+        group = dist.group.WORLD
+        assert group is not None, "ranks share a process group"
+        size = 2 * MOST_ROWS * self.ranks * self.words * 2
+        self.memory = symmetric.empty(size, dtype=torch.int64, device=device).zero_()
+        torch.cuda.synchronize()
+        self.handle = symmetric.rendezvous(self.memory, group)
+        offset = self.memory.data_ptr() - self.handle.buffer_ptrs[self.rank]
+        addresses = [pointer + offset for pointer in self.handle.buffer_ptrs]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.calls = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+
+    def takes(self, part: Tensor) -> bool:
+        """Whether the kernel sums ``part`` (..., width): the same answer on all ranks."""
+        rows = part.numel() // self.width
+        return part.shape[-1] == self.width and part.dtype == self.dtype and 0 < rows <= MOST_ROWS and part.is_cuda
+
+    def sum(
+        self, part: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float = 0.0, trial: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """``part`` (..., width) of all ranks + ``residual``, and its RMSNorm with ``weight``; without one, it twice."""
+        part = part.contiguous()
+        total = torch.empty_like(part)
+        normed = total if weight is None else torch.empty_like(part)
+        self.kernel[(part.numel() // self.width,)](
+            part, part if residual is None else residual.contiguous(), part if weight is None else weight, total,
+            normed, self.addresses, self.calls, epsilon, TRIAL_NS if trial else LIMIT_NS, RANK=self.rank,
+            RANKS=self.ranks, MOST_ROWS=MOST_ROWS, WORDS=self.words, BLOCK=self.block,
+            RESIDUAL=residual is not None, NORM=weight is not None, TRIAL=trial, num_warps=self.warps,
+        )  # fmt: skip
+        return total, normed
+
+    def is_right(self) -> bool:
+        """A trial on random numbers: what the kernel gives is what the process group gives, rounded once."""
+        chance = torch.Generator(self.memory.device).manual_seed(1 + self.rank)
+        right = True
+        for rows in (1, 3, MOST_ROWS, 1):  # both buffers, and rows that are called more often than others
+            part, residual = torch.randn(
+                2, rows, self.width, generator=chance, device=self.memory.device, dtype=self.dtype
+            )
+            residual = residual.clone()
+            dist.broadcast(residual, 0)
+            weight = residual[0].contiguous()
+            total, normed = self.sum(part, residual, weight, 1e-5, trial=True)
+            exact = part.float()
+            dist.all_reduce(exact)
+            exact += residual.float()
+            step = 2 * torch.finfo(self.dtype).eps
+            norm = rms_norm(total, weight, 1e-5)
+            right &= torch.allclose(total.float(), exact, rtol=step, atol=step)
+            right &= torch.allclose(normed.float(), norm.float(), rtol=step, atol=step)
+        return right
+
+
+memory: PeerMemory | None = None
+"""None: the process group sums."""
+_why = "not asked for"
+
+
+def connect(width: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Find out how sums of ``width`` numbers go over the ranks from now on. Collective."""
+    global memory, _why
+    define()
+    memory, _why = None, _hindrance(width, dtype, device)
+    if not _all(not _why):
+        _why = _why or "another rank cannot"
+        return
+    found: PeerMemory | None = None
+    try:
+        found = PeerMemory(width, dtype)
+    except Exception as error:  # noqa: BLE001 - whatever this machine lacks, NCCL is there
+        _why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if not _all(found is not None):
+        _why = _why or "another rank cannot"
+        return
+    assert found is not None
+    try:
+        right = found.is_right()
+    except Exception as error:  # noqa: BLE001 - a compiler that is missing, say
+        right, _why = False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    if _all(right):
+        memory = found
+    else:
+        _why = _why or "its sums were wrong in a trial"
+
+
+def words() -> str:
+    """How sums go over the ranks."""
+    if memory is not None:
+        return "sums by one kernel through the other GPUs' memory"
+    return f"sums by {dist.get_backend() if dist.is_initialized() else 'nobody'} ({_why})"
+
+
+def _hindrance(width: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the kernel does not apply, as far as that can be told without trying; empty where nothing does."""
+    if device.type != "cuda":
+        return "no GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(dtype).removeprefix('torch.')} is not 16 bit"
+    if width % 4:
+        return f"{width} numbers are not whole words"
+    if not 1 < dist.get_world_size() <= MOST_RANKS:
+        return f"{dist.get_world_size()} ranks"
+    if torch.cuda.device_count() < dist.get_world_size():
+        return "GPUs that this process does not see"
+    others = [rank for rank in range(dist.get_world_size()) if rank != device.index]  # one machine: ranks are GPUs
+    if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
+        return "a GPU cannot reach another's memory"
+    return ""
+
+
+def _all(mine: bool) -> bool:
+    """Whether it is so on every rank. Collective."""
+    place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    verdict = torch.tensor(int(mine), device=place)
+    dist.all_reduce(verdict, dist.ReduceOp.MIN)
+    return bool(verdict)
+
+
+def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """As ``chatglm2.RMSNorm``: float32 inside, the product with the weight before the cast."""
+    exact = states.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (weight * exact).to(states.dtype)
+
+
+def define() -> None:
+    """``torch.ops.glmexp.sum_over_ranks`` and ``sum_and_norm``."""
+    if hasattr(torch.ops.glmexp, "sum_over_ranks"):
+        return
+
+    @torch.library.custom_op("glmexp::sum_over_ranks", mutates_args=())
+    def sum_over_ranks(part: Tensor, residual: Tensor | None) -> Tensor:
+        if memory is not None and memory.takes(part):
+            return memory.sum(part, residual, None)[0]
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total if residual is None else total.add_(residual)
+
+    @sum_over_ranks.register_fake
+    def _(part: Tensor, residual: Tensor | None) -> Tensor:
+        return torch.empty_like(part, memory_format=torch.contiguous_format)
+
+    @torch.library.custom_op("glmexp::sum_and_norm", mutates_args=())
+    def sum_and_norm(part: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        if memory is not None and memory.takes(part):
+            return memory.sum(part, residual, weight, epsilon)
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        total.add_(residual)
+        return total, rms_norm(total, weight, epsilon)
+
+    @sum_and_norm.register_fake
+    def _(part: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        whole: Any = torch.contiguous_format
+        return torch.empty_like(part, memory_format=whole), torch.empty_like(part, memory_format=whole)
