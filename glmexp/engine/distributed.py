@@ -97,20 +97,20 @@ def world_size() -> int:
 
 def sum_over_ranks(values: list[float]) -> list[float]:
     """Element-wise sum in float64, on every rank."""
-    if world_size() == 1:
-        return values
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total, op=dist.ReduceOp.SUM)
-    return total.tolist()
+    return _over_ranks(values, dist.ReduceOp.SUM)
 
 
 def max_over_ranks(values: list[float]) -> list[float]:
     """Element-wise maximum in float64, on every rank."""
+    return _over_ranks(values, dist.ReduceOp.MAX)
+
+
+def _over_ranks(values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
     if world_size() == 1:
         return values
-    most = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
+    together = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(together, op=operation)
+    return together.tolist()
 
 
 def all_rows(values: list[float]) -> list[list[float]]:

@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FamilyFacts
 from glmexp.config.registry import register
-from glmexp.config.schema import Bound, Count, Named
+from glmexp.config.schema import Bound, Count
 from glmexp.method import weight_files
-from glmexp.method.base import own_weights
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
-
-    from glmexp.method.base import Whole
 
 
 @register("method", "freeze")
 @dataclass
-class Freeze(Named):
+class Freeze(weight_files.OwnWeights):
     """Give one of num_layers and patterns."""
 
     num_layers: Count | None
@@ -65,19 +61,6 @@ class Freeze(Named):
             )
         return [name for name in names if any(re.search(pattern, name) for pattern in self.patterns)]
 
-    def must_move(self, names: list[str], steps: int) -> list[str]:
-        """All that was chosen."""
-        return names
-
-    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Safetensors with the trained tensors only, under their released names, and config.json."""
-        weight_files.write(folder, model, tensors)
-        return tensors
-
     def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """The base with the trained tensors over its own."""
         return weight_files.load(folder, model, self._chosen(model, family))
-
-    def merged(self, model: Any) -> Whole:
-        """The model's own parameters."""
-        return own_weights(model)

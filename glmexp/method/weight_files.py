@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glmexp.config.errors import ArtifactError, Problem
-from glmexp.method.base import check_keys, check_shapes
+from glmexp.config.schema import Named
+from glmexp.method.base import check_keys, check_shapes, own_weights
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from glmexp.method.base import Whole
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -22,6 +25,23 @@ MAX_SHARD_BYTES = 5_000_000_000
 OUTPUT_LAYERS = ("lm_head.weight", "transformer.output_layer.weight")
 """Written only where they are a tensor of their own: one tied to the embedding is named as that."""
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+
+
+class OwnWeights(Named):
+    """What methods share that train weights of the model itself and add none."""
+
+    def must_move(self, names: list[str], steps: int) -> list[str]:
+        """All that is trained."""
+        return names
+
+    def write(self, folder: Path, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Safetensors with the trained tensors under their released names, and config.json."""
+        write(folder, model, tensors)
+        return tensors
+
+    def merged(self, model: Any) -> Whole:
+        """The model's own parameters."""
+        return own_weights(model)
 
 
 def write(folder: Path, model: Any, tensors: dict[str, torch.Tensor]) -> None:
