@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +40,12 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "sharegpt": ("messages",),
     "messages": ("messages",),
 }
+USUAL = {
+    "prompt": (*dict.fromkeys(prompt for prompt, _, _ in PAIRS), "指令", "问题", "提问", "提示"),
+    "input": ("input", "输入"),
+    "answer": (*dict.fromkeys(answer for _, _, answer in PAIRS), "回答", "答案", "输出", "回复"),
+}
+"""Names under which a column is looked for that a message proposes; none is taken without the user's word."""
 QUESTIONS = ("data", "paragraphs", "qas", "answers")
 """Keys of which one is in every row of a reading comprehension set."""
 
@@ -119,29 +128,52 @@ def resolve(path: str, sample: Sequence[dict[str, Any]], wanted: Columns, format
 
 def _check_named(path: str, names: list[str], wanted: Columns, needed: dict[str, str]) -> None:
     named = {key: name for key, name in vars(wanted).items() if name is not None} | needed
-    problems = [
-        Problem(
-            f"data.columns.{key}",
-            f"{name!r} is not a column of {path}: its columns are {', '.join(names) or '(none)'}",
-            f"set data.columns.{key} to one of them"
-            + ("" if key in ("prompt", "answer", "messages") else ", or to null if there is none"),
-        )
-        for key, name in named.items()
-        if name not in names
-    ]
+    problems = []
+    for key, name in named.items():
+        if name in names:
+            continue
+        near = _near(names, (name, *USUAL.get(key, ())))
+        fix = f"did you mean data.columns.{key}={_typed(near)}?" if near else f"set data.columns.{key} to one of them"
+        instead = "" if key in ("prompt", "answer", "messages") else f", or data.columns.{key}=null if there is none"
+        message = f"{name!r} is not a column of {path}: its columns are {_listed(names)}"
+        problems.append(Problem(f"data.columns.{key}", message, fix + instead))
     if problems:
         raise DataError(*problems)
 
 
 def _unknown(path: str, names: list[str], wanted: Columns) -> DataError:
-    missing = [f"data.columns.{key}" for key in ("prompt", "answer") if getattr(wanted, key) is None]
-    return DataError(
-        Problem(
-            path,
-            f"cannot tell the question and the answer among its columns {', '.join(names) or '(none)'}",
-            f"set {' and '.join(missing)}",
-        )
+    needed = [key for key in ("prompt", "answer") if getattr(wanted, key) is None]
+    proposed = [key for key in USUAL if getattr(wanted, key) is None]
+    near = {key: _near(names, USUAL[key]) for key in proposed}
+    if all(near[key] for key in needed):
+        words = " ".join(f"data.columns.{key}={_typed(name)}" for key, name in near.items() if name)
+        fix = f"did you mean {words}?"
+    else:
+        fix = "set " + " and ".join(f"data.columns.{key}" for key in needed)
+    return DataError(Problem(path, f"cannot tell the question and the answer among its columns {_listed(names)}", fix))
+
+
+def _near(names: list[str], usual: Sequence[str]) -> str | None:
+    """The column that is called nearly like one of the usual names: another case, width or letter, a blank."""
+    plain = {unicodedata.normalize("NFKC", name).strip().lower(): name for name in reversed(names)}
+    for word in usual:
+        found = difflib.get_close_matches(word, list(plain), n=1, cutoff=0.8)
+        if found:
+            return plain[found[0]]
+    return None
+
+
+def _listed(names: list[str]) -> str:
+    """Columns for a message; blanks at the ends and signs that nobody sees are shown."""
+    return (
+        ", ".join(name if name.isprintable() and name == name.strip() != "" else repr(name) for name in names)
+        or "(none)"
     )
+
+
+def _typed(name: str) -> str:
+    """A column as the command line takes it."""
+    return name if re.fullmatch(r"\w+", name) else f"\"'{name}'\""
 
 
 def recognise(value: dict[str, Any], wanted: Columns) -> Form | None:

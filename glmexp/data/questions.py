@@ -9,7 +9,7 @@ from glmexp.config.errors import DataError, Problem
 from glmexp.data.files import Fault, json_type, open_file, parse_block, raise_all
 from glmexp.data.forms import PAIRS, TURNS
 from glmexp.data.template import Message
-from glmexp.data.turns import TurnError, read_history, read_turns, text_of
+from glmexp.data.turns import TurnError, read_history, read_turns, text_of, unpacked
 
 _PROMPTS = tuple(dict.fromkeys((prompt, extra) for prompt, extra, _ in sorted(PAIRS, key=lambda pair: pair[1] is None)))
 """(question, further material) as training rows name them."""
@@ -60,8 +60,10 @@ def _question(row: Any, where: str, system: str | None) -> Question:
     expected = next((text_of(row[name], f"{name!r}") for name in _ANSWERS if name in row), "")
     turns = next((name for name in TURNS if row.get(name)), None)
     if turns is not None:
-        speaker = "from" if isinstance(row[turns], list) and "from" in row[turns][0] else "role"
-        messages = read_turns(row[turns], turns, speaker, "value" if speaker == "from" else "content")
+        listed = unpacked(row[turns])
+        first = listed[0] if isinstance(listed, list) and listed else None
+        speaker = "from" if isinstance(first, dict) and "from" in first else "role"
+        messages = read_turns(listed, turns, speaker, "value" if speaker == "from" else "content")
         if messages[-1]["role"] == "assistant":
             expected = expected or str(messages[-1]["content"])
             messages = messages[:-1]

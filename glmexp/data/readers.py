@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from glmexp.config.errors import Problem
 from glmexp.data.files import DataFile, Fault, Record, json_type
 from glmexp.data.forms import Form, Forms
 from glmexp.data.template import Message
-from glmexp.data.turns import TurnError, read_history, read_turns, repair, text_of, unpacked
+from glmexp.data.turns import TurnError, read_history, read_turns, repair, shown, text_of, unpacked
 
 EMPTY_ANSWER = "empty answer"
 EMPTY_PROMPT = "empty prompt"
@@ -84,7 +85,7 @@ class Outcome:
             parts += list(self.forms)
         else:
             parts.append("forms: " + ", ".join(f"{count} rows {form}" for form, count in self.forms.items()))
-        unused = [name for name in self.names if name not in self.taken]
+        unused = [shown(name) for name in self.names if name not in self.taken]
         if unused:
             parts.append("not used: " + ", ".join(unused))
         return "; ".join(parts)
@@ -173,7 +174,7 @@ def _count_form(outcome: Outcome, form: Form) -> None:
 
 def _id(value: dict[str, Any]) -> str | None:
     found = value.get("id")
-    return str(found) if isinstance(found, str | int) else None
+    return shown(str(found)) if isinstance(found, str | int) else None
 
 
 def _label(file: DataFile, record: Record) -> str:
@@ -200,6 +201,7 @@ def _conversation(value: dict[str, Any], form: Form) -> tuple[list[Message], lis
     if tools:
         if not isinstance(tools, list):
             raise TurnError(f"{columns.tools!r} must be a list of tools, found {json_type(tools)}")
+        text_of(json.dumps(tools, ensure_ascii=False), f"{columns.tools!r}")
         first = head or [turn for turn in turns[:1] if turn["role"] == "system"]
         text = first[0]["content"] if first else ""
         turns = turns if head or not first else turns[1:]
@@ -274,7 +276,7 @@ def question_rows(value: dict[str, Any]) -> Iterator[Question]:
     for one in questions:
         name = one.get("id", one.get("query_id"))
         question = text_of(one.get("question", one.get("query_text")), "'question'")
-        yield (None if name is None else str(name)), context, question, _answers(one)
+        yield (None if name is None else shown(str(name))), context, question, _answers(one)
 
 
 def _answers(one: dict[str, Any]) -> list[str]:
@@ -282,7 +284,11 @@ def _answers(one: dict[str, Any]) -> list[str]:
         return []
     found = one.get("answers", one.get("answer"))
     if isinstance(found, dict):
-        found = found.get("text", [])
-    texts = [part.get("text") if isinstance(part, dict) else part for part in found or []]
+        found = found.get("text")
+    if found is None or isinstance(found, str):  # one answer in place of a list of one
+        found = [found]
+    if not isinstance(found, list):
+        raise TurnError(f"'answers' must be a list of answers, found {json_type(found)}")
+    texts = [part.get("text") if isinstance(part, dict) else part for part in found]
     words = [text_of(text, "an answer") for text in texts]
     return list(dict.fromkeys(word for word in words if word.strip()))

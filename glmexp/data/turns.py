@@ -56,6 +56,11 @@ def text_of(value: Any, what: str) -> str:
     return value
 
 
+def shown(name: str) -> str:
+    """A name for messages and files: half of a character is shown as its escape."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def read_turns(turns: Any, column: str, speaker: str, text: str) -> list[Message]:
     """Turns ``{speaker: ..., text: ...}`` with the roles of this project. Raises TurnError."""
     turns = unpacked(turns)
@@ -82,10 +87,14 @@ def _turn(turn: dict[str, Any], speaker: str, text: str, what: str) -> list[Mess
     words = text_of(content, what)
     if role == "call":
         return [tool_call(unpacked(words), what)]
-    calls = turn.get("tool_calls")
+    calls = unpacked(turn.get("tool_calls"))
     if calls and role == "assistant":
+        if not isinstance(calls, list):
+            raise TurnError(f"'tool_calls' of {what} must be a list, found {json_type(calls)}")
         spoken: list[Message] = [{"role": "assistant", "content": words}] if words.strip() else []
-        return spoken + [tool_call(call.get("function", call), what) for call in calls]
+        return spoken + [
+            tool_call(call.get("function", call) if isinstance(call, dict) else call, what) for call in calls
+        ]
     return [cast(Message, {"role": role, "content": words})]
 
 
@@ -103,8 +112,9 @@ def tool_call(call: Any, what: str) -> Message:
     arguments = unpacked(call.get("arguments", {})) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         raise TurnError(f"{what} is no tool call", 'write {"name": ..., "arguments": {...}}')
-    words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return {"role": "assistant", "metadata": call["name"], "content": f"```python\ntool_call({words})\n```"}
+    name = text_of(call["name"], f"the name of the tool that {what} calls")
+    words = text_of(", ".join(f"{key}={value!r}" for key, value in arguments.items()), what)
+    return {"role": "assistant", "metadata": name, "content": f"```python\ntool_call({words})\n```"}
 
 
 def unpacked(value: Any) -> Any:

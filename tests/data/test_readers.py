@@ -86,9 +86,9 @@ def test_named_columns_that_are_missing_list_those_found(tmp_path: Path) -> None
     assert refuse(path, named(prompt="content", answer="summary")) == (
         "2 data errors:\n"
         f"  data.columns.prompt: 'content' is not a column of {path}: its columns are prompt, response\n"
-        "    -> set data.columns.prompt to one of them\n"
+        "    -> did you mean data.columns.prompt=prompt?\n"
         f"  data.columns.answer: 'summary' is not a column of {path}: its columns are prompt, response\n"
-        "    -> set data.columns.answer to one of them"
+        "    -> did you mean data.columns.answer=response?"
     )
 
 
@@ -98,6 +98,41 @@ def test_unknown_columns_name_the_options(tmp_path: Path) -> None:
         "data error:\n"
         f"  {path}: cannot tell the question and the answer among its columns a, b\n"
         "    -> set data.columns.prompt and data.columns.answer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "listed", "fix"),
+    [
+        (
+            ("指令", "输入", "回答"),
+            "指令, 输入, 回答",
+            "did you mean data.columns.prompt=指令 data.columns.input=输入 data.columns.answer=回答?",
+        ),
+        (
+            ("instruction", "ouput"),
+            "instruction, ouput",
+            "did you mean data.columns.prompt=instruction data.columns.answer=ouput?",
+        ),
+        (
+            ("Instruction", "output "),
+            "Instruction, 'output '",
+            "did you mean data.columns.prompt=Instruction data.columns.answer=\"'output '\"?",
+        ),
+        (
+            ("ｉnstruction", "output"),
+            "ｉnstruction, output",
+            "did you mean data.columns.prompt=ｉnstruction data.columns.answer=output?",
+        ),
+        (("instruction", "b"), "instruction, b", "set data.columns.prompt and data.columns.answer"),
+    ],
+)
+def test_columns_called_nearly_as_usual_are_proposed_as_they_are_typed(
+    tmp_path: Path, columns: tuple[str, ...], listed: str, fix: str
+) -> None:
+    path = write(tmp_path, lines(dict.fromkeys(columns, "x")))
+    assert refuse(path) == (
+        f"data error:\n  {path}: cannot tell the question and the answer among its columns {listed}\n    -> {fix}"
     )
 
 
