@@ -6,8 +6,8 @@ SIDES.json: [{"name": ..., "command": [...], "metrics": FILE, "steps": 8, "alone
 Each side is a command that appends one JSON line per optimizer step to its ``metrics`` file, with ``perf/step_s`` and
 ``perf/tokens_per_s`` (of real tokens), as glmexp's metrics.jsonl has them.
 
-Sides are brought past their warm-up one after another and stopped there (SIGSTOP, all of their processes), so that all
-wait in memory together. Then they take turns: one is continued, its first step is dropped (it was stopped within it),
+Sides of one rank start together; each is brought past its warm-up and stopped there (SIGSTOP, all of its processes), so
+that all wait in memory. Then they take turns: one is continued, its first step is dropped (it was stopped within it),
 ``steps`` further ones are a window, and it is stopped again. The order is turned round from round to round. A window's
 speed is its tokens divided by its seconds; the seconds are those that the side itself measured, and
 ``clock_tokens_per_s`` divides by the time between the lines that arrived here, for comparison.
@@ -26,7 +26,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,18 +110,29 @@ class Running:
     def steps(self, count: int, limit_s: float, what: str) -> list[tuple[float, dict[str, float]]]:
         """The next ``count`` steps with the time at which each was seen. Raises SideFailed."""
         seen: list[tuple[float, dict[str, float]]] = []
+        for _ in self.coming(seen, count, limit_s, what):
+            time.sleep(POLL_S)
+        return seen
+
+    def coming(
+        self, seen: list[tuple[float, dict[str, float]]], count: int, limit_s: float, what: str
+    ) -> Iterator[None]:
+        """Put the next ``count`` steps into ``seen`` as they come; yields while there are fewer. Raises SideFailed."""
         deadline = time.monotonic() + limit_s
-        while len(seen) < count:
-            if (code := self.family.exit_code) is not None:
+        while True:
+            # Asked before the file is read: what it wrote before its end counts.
+            code = self.family.exit_code
+            seen += [(time.monotonic(), line) for line in self._new_lines()]
+            if len(seen) >= count:
+                return
+            if code is not None:
                 raise SideFailed(f"{self.side.name} ended with exit code {code} in {what}:\n{self.family.last_lines()}")
             if time.monotonic() > deadline:
                 raise SideFailed(
                     f"{self.side.name}: {len(seen)} of {count} steps in {limit_s:.0f} s of {what}:\n"
                     f"{self.family.last_lines()}"
                 )
-            seen += [(time.monotonic(), line) for line in self._new_lines()]
-            time.sleep(POLL_S)
-        return seen
+            yield
 
     def _new_lines(self) -> list[dict[str, float]]:
         if not self.side.metrics.exists():
@@ -208,12 +219,14 @@ class Measurement:
         """All in memory together; one runs at a time."""
         running: list[Running] = []
         with contextlib.ExitStack() as ends:  # ends each, also when ending another one fails
-            for side in sides:
-                one = Running(side, self.work / f"{side.name}.log")
-                ends.callback(one.family.end)
-                if self._warmed(one):
-                    one.stop()
-                    running.append(one)
+            # One with several ranks is stopped where no GPU has work (Running.stop): nothing else may run then.
+            together = [sides] if all(side.ranks == 1 for side in sides) else [[side] for side in sides]
+            for starting in together:
+                started = [Running(side, self.work / f"{side.name}.log") for side in starting]
+                for one in started:
+                    ends.callback(one.family.end)
+                self._warm_up(started)
+                running += [one for one in started if one.side.name not in self.faults]
             for number in range(self.plan.windows):
                 for one in list(running) if number % 2 == 0 else running[::-1]:
                     if not self._late(number) and not self._window(one, number, paused=True):
@@ -241,16 +254,39 @@ class Measurement:
             _say(f"no time left for round {number}")
         return late
 
+    def _warm_up(self, running: Sequence[Running]) -> None:
+        """Each past its warm-up, and then stopped while the others go on."""
+        waiting = [(one, self._warming(one)) for one in running]
+        while waiting:
+            waiting = [(one, steps) for one, steps in waiting if not self._done(one, steps, len(running))]
+            time.sleep(POLL_S)
+
     def _warmed(self, one: Running) -> bool:
-        """Whether it came past its warm-up; else it is ended."""
-        try:
-            seen = one.steps(self.plan.warm_up, self.plan.start_limit_s, "its start and warm-up")
-        except SideFailed as fault:
-            return self._failed(one, fault)
-        first, warm = (round(at - one.started, 1) for at, _ in (seen[0], seen[-1]))
+        """Whether it came past its warm-up, alone; else it is ended."""
+        warming = self._warming(one)
+        while not self._done(one, warming, 0):
+            time.sleep(POLL_S)
+        return one.side.name not in self.faults
+
+    def _warming(self, one: Running) -> Iterator[None]:
+        seen: list[tuple[float, dict[str, float]]] = []
+        yield from one.coming(seen, self.plan.warm_up, self.plan.start_limit_s, "its start and warm-up")
+        first, warm = (round(at - one.started, 1) for at, _ in (seen[0], seen[self.plan.warm_up - 1]))
         self.notes[one.side.name] = {"first_step_after_s": first, "warm_after_s": warm}
         _say(f"{one.side.name}: first step after {first} s, warm after {warm} s")
-        return True
+
+    def _done(self, one: Running, warming: Iterator[None], together: int) -> bool:
+        """Whether its warm-up is over, well or not. ``together``: so many started at once, and it is stopped."""
+        try:
+            next(warming)
+        except StopIteration:
+            if together:
+                self.notes[one.side.name]["started_together"] = together
+                one.stop()
+            return True
+        except SideFailed as fault:
+            return not self._failed(one, fault)
+        return False
 
     def _window(self, one: Running, number: int, paused: bool) -> bool:
         """Whether it went well; else the side is ended."""

@@ -5,6 +5,7 @@
 
 Milliseconds and calls a step (steps 3 to 5 are traced), the share of all kernels, and the name. With profile=true the
 traced steps wait for the device at the end of each phase: gaps between kernels are wider than they are otherwise.
+Behind them the calls in which the host waited for the device, of which these are at most 8 a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ def main() -> None:
         events = json.load(file)["traceEvents"]
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
+    waits: dict[str, int] = defaultdict(int)
     for event in events:
+        if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]:
+            waits[event["name"]] += 1
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             times[event["name"]] += event["dur"] / 1000
             calls[event["name"]] += 1
@@ -37,6 +41,7 @@ def main() -> None:
     for name in sorted(times, key=lambda one: -times[one])[: asked.lines]:
         share = times[name] / whole
         print(f"{times[name] / STEPS:9.2f} ms {calls[name] / STEPS:6.1f} x {share:6.1%}  {name[: asked.width]}")
+    print("waits of the host a step: " + ", ".join(f"{count / STEPS:.1f} x {name}" for name, count in waits.items()))
 
 
 if __name__ == "__main__":
