@@ -48,6 +48,9 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "graph_nccl": ("graph", None),
     "compiled_nccl": ("compiled", None),
     "static_nccl": ("static", None),
+    "whole": ("compiled", None),
+    "whole_attend": ("compiled", None),
+    "compiled_attend": ("compiled", None),
 }
 NEW = 64
 STOP, PAD = [1], 0
@@ -100,8 +103,9 @@ def ways(args: argparse.Namespace) -> None:
     """TPOT of each way at each batch size."""
     dtype = torch.float32 if args.small else torch.bfloat16
     network: Any = build(chatglm3(28, args.small), dtype, "sdpa", 0).to(place()).eval()
-    if "whole" in args.ways:
-        each_alone(network, args)
+    for name in args.ways:
+        if name.startswith("whole"):
+            each_alone(network, args, name)
     if dist.is_initialized():
         share_out(network)
     rate, read = copy_rate(place()), weights_read(network)
@@ -109,18 +113,18 @@ def ways(args: argparse.Namespace) -> None:
     for batch in args.batch:
         chance = torch.Generator().manual_seed(0)
         ids = torch.randint(3, 500, (batch, args.prompt), generator=chance).to(place())
-        for name in (name for name in args.ways if name != "whole"):
+        for name in (name for name in args.ways if not name.startswith("whole")):
             try:
                 one_way(network, name, Asked(ids, NEW, args.prompt + NEW, STOP, PAD), rate, read)
             except Exception as error:  # noqa: BLE001 - the other ways are still worth their numbers
                 say(way=name, batch=batch, failed=f"{type(error).__name__}: {error}"[:600])
 
 
-def each_alone(network: Any, args: argparse.Namespace) -> None:
+def each_alone(network: Any, args: argparse.Namespace, name: str) -> None:
     """The whole network on each GPU: what sharing out is held against."""
     ids = torch.randint(3, 500, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(place())
     asked = Asked(ids, NEW, args.prompt + NEW, STOP, PAD)
-    one_way(network, "static" if args.small else "compiled", asked, copy_rate(place()), weights_read(network))
+    one_way(network, "static" if args.small else name, asked, copy_rate(place()), weights_read(network))
 
 
 def share_out(network: Any) -> None:
@@ -143,6 +147,7 @@ def summing(name: str) -> Iterator[None]:
 def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> None:
     """First generation, five more, kernels of a step."""
     decoder = None if name == "plain" else Decoder(network, *WAYS[name])
+    slots.OWN_KERNEL = name.endswith("_attend")
     slots.has_kernel = (lambda _: False) if name.endswith("_masked") else has_kernel  # type: ignore[attr-defined]
     side = transformers_generate(network) if decoder is None else ours(decoder)
     began = time.perf_counter()

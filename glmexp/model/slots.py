@@ -24,10 +24,30 @@ SLOTS = "slots"
 """Attention kind of a decoding step."""
 
 
+OWN_KERNEL = False
+"""``slots_kernel`` in place of PyTorch's flash attention."""
+
+
 def register() -> None:
     """Make ``attn_implementation="slots"`` known to transformers."""
+    if not hasattr(torch.ops.glmexp, "attend_slots"):
+        define()
     AttentionInterface.register(SLOTS, slots_attention)
     AttentionMaskInterface.register(SLOTS, sdpa_mask)
+
+
+def define() -> None:
+    """``torch.ops.glmexp.attend_slots``: the kernel as an operator that torch.compile leaves whole."""
+
+    @torch.library.custom_op("glmexp::attend_slots", mutates_args=())
+    def attend_slots(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float) -> Tensor:
+        from glmexp.model import slots_kernel
+
+        return slots_kernel.attention(query, keys, values, used, scaling)
+
+    @attend_slots.register_fake
+    def _(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float) -> Tensor:
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 class Filled(NamedTuple):
@@ -185,6 +205,9 @@ def slots_attention(
     assert attention_mask is None and query.shape[2] == 1, "slots are for one token a row"  # noqa: PT018
     batch, heads, _, head_size = query.shape
     slots, groups = key.shape[1:3]
+    if has_kernel(query) and OWN_KERNEL:
+        context = torch.ops.glmexp.attend_slots(query.flatten(1, 2), key, value, filled.used, scaling)
+        return context.view(batch, 1, heads, head_size), None
     if has_kernel(query):
         context = torch.ops.aten._flash_attention_forward(
             query.reshape(batch, heads, head_size), key.flatten(0, 1), value.flatten(0, 1),
