@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from glmexp.config.entries import PLANS
-from glmexp.config.errors import Problem
-from glmexp.config.families import FAMILIES
+from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.families import FAMILIES, chatglm_release
 from glmexp.config.schema import AttentionKind, ModelSection, RunConfig
 
 BUILTIN = "builtin:"
@@ -21,6 +22,36 @@ def path(model: ModelSection) -> Iterator[Problem]:
         yield Problem("model.path", "is null: there are no weights to start from", "model.path=FOLDER")
     elif named is not None and named.startswith(("/", "./", "../", "~")) and not Path(named).expanduser().is_dir():
         yield Problem("model.path", f"{named} is no folder", "name the folder with the model's config.json")
+    elif named is not None and model.init == "pretrained":
+        yield from _of_another_family(model, Path(named).expanduser() / "config.json")
+
+
+def _of_another_family(model: ModelSection, file: Path) -> Iterator[Problem]:
+    """Its tokenizer comes before its weights, and would fail in words of its own."""
+    if not file.is_file():
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Problem("model.path", f"{file} is no JSON: {error}", "the file as it was released")
+        return
+    kind = content["model_type"] if isinstance(content, dict) and "model_type" in content else None
+    try:
+        found = chatglm_release(content, None) if kind == "chatglm" else kind
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if found in FAMILIES and found != model.family:
+        yield other_family(model, found)
+
+
+def other_family(model: ModelSection, found: str) -> Problem:
+    """A checkpoint of one family under the option of another."""
+    return Problem(
+        "model.path",
+        f"{model.path} holds a {found} model, model={model.name} is for {model.family}",
+        "choose the model option of that family",
+    )
 
 
 def pad_token(model: ModelSection) -> Iterator[Problem]:

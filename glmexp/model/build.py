@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.families import FAMILIES
+from glmexp.config.model_rules import other_family
 from glmexp.config.schema import ModelSection
 from glmexp.model import vocabulary
 from glmexp.model.auto import config_json, known_tokenizer, register_networks
@@ -200,13 +201,7 @@ def _check_family(model: ModelSection, config: object) -> None:
     """Raise ArtifactError when config.json is of another family than the option says."""
     found = getattr(config, "release", None) or getattr(config, "model_type", None)
     if found != model.family:
-        raise ArtifactError(
-            Problem(
-                "model.path",
-                f"{model.path} holds a {found} model, model={model.name} is for {model.family}",
-                "choose the model option of that family",
-            )
-        )
+        raise ArtifactError(other_family(model, str(found)))
 
 
 def _check_window(model: ModelSection, config: object) -> None:

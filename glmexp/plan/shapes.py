@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.memory import split
 from glmexp.config.model_rules import BUILTIN
@@ -19,6 +20,7 @@ from glmexp.config.schema import ModelSection, RunConfig, Sizes
 _SHIPPED = Path(__file__).resolve().parents[1] / "model" / "tiny"
 REST = -1
 """Layer number of what is in no block."""
+_NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads")
 _BLOCK = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -142,6 +144,11 @@ def network_of(model: ModelSection) -> Network:
     else:
         sizes = Sizes(**{name: content.get(names.get(name, "")) for name in Sizes.__dataclass_fields__})
         source = f"config.json of {model.path}"
+        absent = [names[name] for name in _NEEDED if getattr(sizes, name) is None]
+        if absent:
+            raise ArtifactError(
+                Problem("model.path", f"{source} names no {', '.join(absent)}", "the file as it was released")
+            )
     assert sizes.vocab_size is not None, "every option of the group model has its sizes"
     assert sizes.hidden_size is not None, "every option of the group model has its sizes"
     assert sizes.intermediate_size is not None, "every option of the group model has its sizes"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from glmexp.config.errors import ArtifactError
+from glmexp.config.errors import ArtifactError, ConfigError
 from glmexp.config.schema import ModelSection
 from glmexp.model.build import announce_code, load_network, load_tokenizer
+from glmexp.plan.shapes import network_of
 from tests.engine.cells import configure
 from tests.model.samples import released_config, small_network
 
@@ -73,6 +75,22 @@ def test_a_released_folder_loads_without_its_code(tmp_path: Path, capsys: pytest
 
 
 def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
+    """A folder before anything is started; what comes from a hub when its config.json is there."""
     small_network("chatglm3").save_pretrained(tmp_path)
-    with pytest.raises(ArtifactError, match="holds a chatglm3 model, model=chatglm is for chatglm"):
-        load_network(section(tmp_path), torch.float32)
+    said = "holds a chatglm3 model, model=chatglm is for chatglm"
+    with pytest.raises(ConfigError, match=said):
+        section(tmp_path)
+    with pytest.raises(ArtifactError, match=said):
+        load_network(replace(configure("model=chatglm").model, path=str(tmp_path)), torch.float32)
+
+
+def test_a_config_json_that_is_not_whole_is_refused_by_the_plan(tmp_path: Path) -> None:
+    small_network("chatglm").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in content.items() if name != "num_layers"}))
+    with pytest.raises(ArtifactError, match=f"config.json of {tmp_path} names no num_layers"):
+        network_of(section(tmp_path))
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        section(tmp_path)
