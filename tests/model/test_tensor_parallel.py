@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glmexp.config.errors import ConfigError
-from glmexp.model import tensor_parallel
+from glmexp.model import peer_sum, tensor_parallel
 from glmexp.model.decoder import Decoder
 from tests.model.samples import network, small_config
 from tests.model.test_decoder import PAD, plain, prompts
@@ -40,6 +40,8 @@ def shared_out() -> list[tuple[str, float, bool]]:
     """On each rank and for each case: error of the logits; tokens equal (of the decoder, once of generate too)."""
     import torch.distributed as dist
 
+    peer_sum.connect(32, torch.float32, torch.device("cpu"))
+    assert peer_sum.words() == "sums by gloo (no GPU)"
     found = []
     for case in CASES:
         for prefix in (False, True) if case in WITH_PREFIX else (False,):
