@@ -33,6 +33,7 @@ CELLS = {
     "deepspeed": ["offload=optimizer", "offload.pin_memory=false", "offload.adam=deepspeed"],
     "pinned": ["offload=optimizer", "offload.adam=deepspeed", EXACT],
     "native": ["offload=optimizer", "offload.adam=deepspeed", "launcher.env={DS_PIN_MEMORY_BACKEND: native}"],
+    "gpu": ["offload=optimizer", "offload.adam=gpu"],
     "stage3_pinned": ["zero=stage3", "offload=optimizer", "offload.adam=deepspeed", EXACT],
     "stage3_all": ["zero=stage3", "offload=all", "offload.pin_memory=false", "offload.adam=deepspeed"],
 }

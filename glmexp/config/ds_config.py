@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from glmexp.config.memory import passes_gpu
 from glmexp.config.schema import RunConfig
 
 
@@ -35,8 +36,17 @@ class Row:
         return getattr(getattr(config, section), name)
 
 
+def _optimizer_place(config: RunConfig) -> str | None:
+    """DeepSpeed hears nothing of states that pass through the GPU: to it there is no offload."""
+    return None if passes_gpu(config.offload) else config.offload.optimizer
+
+
 def _pinned(part: str) -> Callable[[RunConfig], Any]:
-    return lambda config: None if getattr(config.offload, part) is None else config.offload.pin_memory
+    def write(config: RunConfig) -> Any:
+        place = _optimizer_place(config) if part == "optimizer" else config.offload.params
+        return None if place is None else config.offload.pin_memory
+
+    return write
 
 
 def _scale(name: str) -> Callable[[RunConfig], Any]:
@@ -103,7 +113,7 @@ TABLE: tuple[Row, ...] = (
     Row("communication_data_type", "zero.communication_data_type"),
     Row(f"{ZERO}.leaf_module.classes", "zero.leaf_modules"),
     *(Row(f"{ZERO}.{name}", f"zero.{name}") for name in SAME_NAME),
-    Row(f"{OPTIMIZER}.device", "offload.optimizer"),
+    Row(f"{OPTIMIZER}.device", "offload.optimizer", _optimizer_place),
     Row(f"{OPTIMIZER}.pin_memory", "offload.pin_memory", _pinned("optimizer")),
     Row(f"{OPTIMIZER}.nvme_path", "offload.nvme_path", _on_nvme("optimizer", "nvme_path")),
     Row(f"{OPTIMIZER}.pipeline_read", "offload.nvme_pipeline_read"),

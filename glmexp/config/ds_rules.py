@@ -160,6 +160,12 @@ def offload(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             f"{section.adam} without effect: the optimizer is not offloaded",
             "offload=optimizer, or leave it out",
         )
+    if section.adam == "gpu" and (stage == 3 or section.optimizer == "nvme"):
+        yield Problem(
+            "offload.adam",
+            f"states pass through the GPU (gpu) at ZeRO stages 1 and 2, and the stage is {stage}",
+            "zero=stage2 offload=optimizer, or offload.adam=deepspeed",
+        )
 
 
 def nvme(config: RunConfig, facts: Facts) -> Iterator[Problem]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from glmexp.config.schema import OffloadSection
+
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by ``precision.dtype``."""
 MASTER, MOMENTS = 4, 8
@@ -15,19 +17,35 @@ GROUP_ELEMENTS = 2**29
 """Most elements of an optimizer group, unless one tensor has more. DeepSpeed's step takes a float32 copy of one group's
 gradients at a time: with all weights in one group that is 23 GiB for 6 B parameters, and it is 2 GiB with these. Copies
 to and from the host go on beside the next group's step."""
+PASSING_ELEMENTS = 2**28
+"""The same where states pass through the GPU."""
+SLOTS = 3
+"""Groups whose states have room on the GPU at a time there: one comes, one steps, one goes."""
 
 
-def split(sizes: Sequence[int], stage: int) -> list[list[int]]:
-    """Places of tensors of these sizes, in order, in groups of at most GROUP_ELEMENTS elements or one tensor.
+def passes_gpu(offload: OffloadSection) -> bool:
+    """Optimizer states are kept on the host and pass through the GPU for their step (``engine/passing.py``)."""
+    return offload.optimizer is not None and offload.adam == "gpu"
+
+
+def passing_bytes(elements: int) -> int:
+    """Of a group's part on one rank, on the host as on the GPU: master and moments, each on a 128-byte boundary."""
+    return (MASTER + MOMENTS) * (-(-elements // 32) * 32)
+
+
+def split(sizes: Sequence[int], stage: int, passing: bool = False) -> list[list[int]]:
+    """Places of tensors of these sizes, in order, in groups of at most GROUP_ELEMENTS elements or one tensor; of
+    PASSING_ELEMENTS where states pass through the GPU.
 
     At stage 3 all are one group: DeepSpeed makes its own of ``zero.sub_group_size`` elements.
     """
+    most = PASSING_ELEMENTS if passing else GROUP_ELEMENTS
     if stage == 3:
         return [[*range(len(sizes))]] if sizes else []
     groups: list[list[int]] = []
     filled = 0
     for place, size in enumerate(sizes):
-        if not groups or filled + size > GROUP_ELEMENTS:
+        if not groups or filled + size > most:
             groups.append([])
             filled = 0
         groups[-1].append(place)

@@ -175,8 +175,9 @@ class OffloadSection:
     """Parameters on the host, or on a disk, between their uses (stage 3)."""
     pin_memory: bool | None
     """Page-locked host memory: faster copies, cannot be swapped out; buffers are rounded up to powers of two."""
-    adam: Literal["deepspeed", "torch"] | None
-    """AdamW on the host. Null: DeepSpeedCPUAdam where there is a GPU and its op can be compiled, else torch's."""
+    adam: Literal["deepspeed", "torch", "gpu"] | None
+    """AdamW on the host. Null: DeepSpeedCPUAdam where there is a GPU and its op can be compiled, else torch's. gpu: the
+    GPU steps, states pass through it, gradients stay there (stages 1 and 2, optimizer=cpu)."""
     nvme_path: str | None
     """Folder on a local disk for what is offloaded to nvme: a folder in it for each run, taken away at its end, or by
     the next run on this disk."""

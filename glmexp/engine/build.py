@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import split
+from glmexp.config.memory import passes_gpu, split
 from glmexp.config.schema import RunConfig
 from glmexp.engine import accumulation, grad_norm, run_ahead
+from glmexp.engine.passing import keep_on_host
 from glmexp.engine.schedule import lr_factor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -108,6 +109,8 @@ def set_right(engine: Any, config: RunConfig) -> None:
     grad_norm.fuse(engine.optimizer)
     accumulation.add_in_place(engine.optimizer)
     run_ahead.let(engine.optimizer)
+    if passes_gpu(config.offload):
+        keep_on_host(engine.optimizer, bool(config.offload.pin_memory))
     if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))
@@ -186,13 +189,13 @@ def _forget_warm_up_step(optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """AdamW; weight decay on matrices only (no biases, no norms), as is usual. Groups are as ``memory.split`` says."""
-    optim = config.optim
+    optim, stage, passing = config.optim, config.zero.stage, passes_gpu(config.offload)
     decayed = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) > 1]
     others = [p for _, p in trainable(model) if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [
         {"params": [kind[place] for place in group], "weight_decay": decay}
         for kind, decay in ((decayed, optim.weight_decay), (others, 0.0))
-        for group in split([getattr(p, "ds_numel", p.numel()) for p in kind], config.zero.stage)
+        for group in split([getattr(p, "ds_numel", p.numel()) for p in kind], stage, passing)
     ]
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
     if config.offload.adam == "deepspeed":  # decided by launcher/needs.py, which has compiled it

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glmexp.engine import distributed
+from glmexp.engine import distributed, passing
 
 
 def whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -54,6 +54,7 @@ def masters(
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
+    passing.settle(optimizer)
     own = {
         id(low): high
         for group, masters in zip(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from glmexp.config.memory import passes_gpu
 from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.plan import shapes
@@ -61,7 +62,7 @@ def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
     return Terms(
         weights=states.weights,
         gradients=states.gradients,
-        optimizer=states.masters + states.moments,
+        optimizer=states.masters + states.moments + states.passing,
         peak=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
         total=torch.cuda.get_device_properties(distributed.device()).total_memory if torch.cuda.is_available() else 0,
     )
@@ -87,6 +88,7 @@ def next_change(config: RunConfig, where: Terms, ranks: int) -> str:
         (config.zero.stage < 2 and ranks > 1, "zero=stage2 (gradients and optimizer states split over the ranks)"),
         (config.zero.stage < 3 and ranks > 1, "zero=stage3 (weights split over the ranks as well)"),
         (config.offload.optimizer is None and config.zero.stage > 0, "offload=optimizer (states in host memory)"),
+        (passes_gpu(config.offload), "offload.adam=deepspeed (gradients in host memory, a slower step on the host)"),
         (config.offload.params is None and config.zero.stage == 3, "offload=all (weights in host memory)"),
         (config.method.name == "full", "method=lora (a small part is trained)"),
     ]

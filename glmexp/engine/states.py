@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from glmexp.engine import distributed
+from glmexp.engine import distributed, passing
 from glmexp.engine.build import trainable
 
 MASTER, MEAN, SQUARE = "master", "exp_avg", "exp_avg_sq"
@@ -132,6 +132,7 @@ def _set_step(state: dict[str, Any], step: float) -> None:
 def _flat_groups(engine: Any, source: Source | None) -> Iterator[Piece]:
     """Stages 1 and 2: each rank steps on one stretch of each group's parameters laid end to end."""
     optimizer = engine.optimizer
+    passing.settle(optimizer)
     for name, parameter in trainable(engine.module):
         place = cast(Any, parameter)._hp_mapping
         if place is not None:  # else all of it lies with other ranks

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from glmexp.config.entries import TRAINS
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import pinned_by_deepspeed
+from glmexp.config.memory import passes_gpu, pinned_by_deepspeed
 from glmexp.config.schema import RunConfig
 from glmexp.launcher.environment import threads_a_rank, tools_path
 from glmexp.launcher.ranks import gpu_count
@@ -128,7 +128,7 @@ def few_threads(config: RunConfig, environ: Mapping[str, str]) -> str:
     given = config.launcher.env.get("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
     ranks = config.launcher.nproc or int(environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = threads_a_rank(ranks)
-    if config.offload.optimizer is None or not given.isdigit() or int(given) >= threads:
+    if config.offload.optimizer is None or passes_gpu(config.offload) or not given.isdigit() or int(given) >= threads:
         return ""
     by_torchrun = " (torchrun sets it where nobody has)" if config.launcher.name == "env" else ""
     return (
@@ -168,7 +168,7 @@ def ops(config: RunConfig) -> list[str]:
         found.append(CPU_ADAM)
     if "nvme" in (config.offload.optimizer, config.offload.params):
         found.append(ASYNC_IO)
-    if config.offload.pin_memory and pinned_by_deepspeed(config.launcher.env):
+    if config.offload.pin_memory and pinned_by_deepspeed(config.launcher.env) and not passes_gpu(config.offload):
         found.append(PIN_MEMORY)
     if config.zero.zero_quantized_weights or config.zero.zero_quantized_gradients:
         found.append(QUANTIZER)

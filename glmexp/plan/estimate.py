@@ -104,6 +104,7 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
         "weights": states.weights,
         "masters": states.masters,
         "moments": states.moments,
+        **({"states that pass through": states.passing} if states.passing else {}),
         "workspace": WORKSPACE,
     }
     always = steady | ({"gradients": states.gradients, "buckets": states.buckets} if states.bucket_is_kept else {})

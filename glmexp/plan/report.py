@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from glmexp.config.memory import BYTES, EXACT_PINNING, MASTER, MOMENTS, exact_pinning
+from glmexp.config.memory import BYTES, EXACT_PINNING, MASTER, MOMENTS, exact_pinning, passes_gpu
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch
 from glmexp.plan.cards import Card
@@ -211,7 +211,7 @@ def host_ways_out(config: RunConfig) -> str:
         ways.insert(0, "method=lora")
     if offload.nvme_path is None:
         ways.insert(0, "offload=nvme" if config.zero.stage == 3 else "zero=stage3 offload=nvme")
-    if offload.pin_memory and not exact_pinning(config.launcher.env):
+    if offload.pin_memory and not exact_pinning(config.launcher.env) and not passes_gpu(offload):
         ways.insert(
             0, f"launcher.env={{PYTORCH_ALLOC_CONF: '{EXACT_PINNING}'}} (torch 2.13) or offload.pin_memory=false"
         )

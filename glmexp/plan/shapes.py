@@ -109,13 +109,13 @@ class Model:
         """Of those that are trained."""
         return sum(one.elements for one in self.trained)
 
-    def groups(self, stage: int) -> list[list[Parameter]]:
+    def groups(self, stage: int, passing: bool = False) -> list[list[Parameter]]:
         """The optimizer's groups (``engine.build.optimizer``): of matrices, then of the others."""
         both = ([one for one in self.trained if one.is_matrix], [one for one in self.trained if not one.is_matrix])
         return [
             [kind[place] for place in places]
             for kind in both
-            for places in split([one.elements for one in kind], stage)
+            for places in split([one.elements for one in kind], stage, passing)
         ]
 
 

@@ -10,7 +10,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from glmexp.config.memory import BYTES, MASTER, MOMENTS, exact_pinning, power_of_two
+from glmexp.config.memory import (
+    BYTES,
+    MASTER,
+    MOMENTS,
+    SLOTS,
+    exact_pinning,
+    passes_gpu,
+    passing_bytes,
+    power_of_two,
+)
 from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
 from glmexp.plan.shapes import REST, Model, Parameter
@@ -35,6 +44,8 @@ class States:
     """What a micro batch adds goes into them (``engine/accumulation.py``); else it stands beside them."""
     masters: int = 0
     moments: int = 0
+    passing: int = 0
+    """Places on the GPU that masters and moments from the host pass through (``engine/passing.py``)."""
     buckets: int = 0
     """Kept, or there during each backward pass: where gradients are collected to be reduced."""
     bucket_is_kept: bool = False
@@ -61,7 +72,7 @@ class States:
     @property
     def kept(self) -> int:
         """On the GPU between two steps."""
-        return self.weights + self.masters + self.moments + (self.buckets if self.bucket_is_kept else 0)
+        return self.weights + self.masters + self.moments + self.passing + (self.buckets if self.bucket_is_kept else 0)
 
     @property
     def host_bytes(self) -> int:
@@ -112,12 +123,13 @@ def _stage0(config: RunConfig, model: Model, ranks: int) -> States:
 
 def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
     element, zero = BYTES[config.precision.dtype], config.zero
-    groups = [_Flat(group, ranks) for group in model.groups(zero.stage)]
+    groups = [_Flat(group, ranks) for group in model.groups(zero.stage, passes_gpu(config.offload))]
     parts = [group.part for group in groups]
     own = sum(sum(one.elements for one in group.of(rank)) for group in groups)
     accumulates = (config.train.grad_accum or GRAD_ACCUM) > 1
     weights = frozen_bytes(config, model) + element * sum(group.padded for group in groups)
-    offloaded = config.offload.optimizer is not None
+    passing = passes_gpu(config.offload)
+    offloaded = config.offload.optimizer is not None and not passing
     bucket = element * (zero.reduce_bucket_size or REDUCE_BUCKET)
     contiguous = zero.contiguous_gradients is not False or offloaded
     largest = element * _largest(model.trained)
@@ -136,8 +148,10 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
         return States(
             **common,  # type: ignore[arg-type]
             gradients=element * own,
-            masters=MASTER * sum(parts),
-            moments=MOMENTS * sum(parts),
+            masters=0 if passing else MASTER * sum(parts),
+            moments=0 if passing else MOMENTS * sum(parts),
+            passing=min(SLOTS, len(parts)) * max(map(passing_bytes, parts), default=0) if passing else 0,
+            host={"masters and moments": sum(map(passing_bytes, parts))} if passing else {},
             update=max(((element + 4 if element == 2 else 4) * part for part in parts), default=0),
             initial=weights + (MASTER + 2 * element) * sum(parts),
         )

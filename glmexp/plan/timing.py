@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glmexp.config.memory import BYTES
+from glmexp.config.memory import BYTES, MASTER, MOMENTS, passes_gpu
 from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch, Kind, Trained, virtual_tokens
@@ -99,7 +99,7 @@ def step_of(
     if config.offload.optimizer is None:
         optimizer += UPDATE_BYTES * trained / (memory * BANDWIDTH["H200"])
     else:
-        offload = _offload(config, model, trained, micro)
+        offload = _offload(config, model, states, trained, micro)
     if stage == 3:
         optimizer += UPDATE_TENSOR_S * len(model.trained)
     return Seconds(micro * (beside + MICRO_S), shown * times * reduced / card.link, optimizer, offload)
@@ -154,9 +154,12 @@ def _traffic(config: RunConfig, model: Model, ranks: int) -> tuple[float, float]
     return gathered, element * model.trained_elements * share * (1 if stage == 3 else 2)
 
 
-def _offload(config: RunConfig, model: Model, trained: float, micro: int) -> float:
-    """Gradients down in float32, AdamW, weights up; at stage 3 with parameters on the host they come up twice more."""
+def _offload(config: RunConfig, model: Model, states: States, trained: float, micro: int) -> float:
+    """Gradients down in float32, AdamW, weights up; at stage 3 with parameters on the host they come up twice more.
+    States that pass through the GPU: they come and go at the same time, some of them beside the passes."""
     element, rate = BYTES[config.precision.dtype], PINNED if config.offload.pin_memory else UNPINNED
+    if passes_gpu(config.offload):
+        return max(0.0, (MASTER + MOMENTS) * trained - states.passing) / rate
     copies = 4 * trained + element * trained * (1 + 2 * (micro - 1))
     if config.offload.params is not None:
         copies += 2 * element * model.elements * micro

@@ -133,6 +133,7 @@ def reborn_from(
 ) -> list[Life]:
     """``reborn`` of each (words, folder of a life), with smaller optimizer groups if asked for."""
     memory.GROUP_ELEMENTS = group_elements or memory.GROUP_ELEMENTS
+    memory.PASSING_ELEMENTS = group_elements or memory.PASSING_ELEMENTS
     return [reborn(words, folder, after) for words, folder in pairs]
 
 

@@ -19,6 +19,7 @@ ARRANGEMENTS = [
     ["zero=stage3"],
     ["zero=stage2", "offload=optimizer", "offload.adam=torch"],
     ["zero=stage3", "offload=all", "offload.adam=torch"],
+    ["zero=stage2", "offload=optimizer", "offload.adam=gpu"],
 ]
 BATCH = {1: ["train.micro_batch_size=2", "train.grad_accum=4"], 2: ["train.micro_batch_size=2", "train.grad_accum=2"]}
 
@@ -44,7 +45,7 @@ def test_every_arrangement_goes_on_where_it_was_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("after", "written", "read"),
     [
-        (2, (0, 1, 2, 3, 4, 5), {1: (0, 1, 2, 3, 4, 5), 2: (5,)}),
+        (2, (0, 1, 2, 3, 4, 5, 6), {1: (0, 1, 2, 3, 4, 5, 6), 2: (5,)}),
         (20, (2, 4), {1: (2, 4)}),
         pytest.param(20, (0, 1, 2, 3, 4, 5), {1: (0, 1, 2, 3, 4, 5), 2: (5,)}, marks=pytest.mark.kill),
     ],

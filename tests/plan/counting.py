@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from glmexp.config.memory import passes_gpu
 from glmexp.engine import distributed
 from glmexp.engine.loss import forward_loss, padded_inputs
 from glmexp.plan.shapes import model_of
@@ -28,6 +29,8 @@ PLACES = {
     "3": ["zero=stage3"],
     "1 optimizer": ["zero=stage1", "offload=optimizer", "offload.adam=torch"],
     "2 optimizer": ["zero=stage2", "offload=optimizer", "offload.adam=torch"],
+    "1 passing": ["zero=stage1", "offload=optimizer", "offload.adam=gpu"],
+    "2 passing": ["zero=stage2", "offload=optimizer", "offload.adam=gpu"],
     "3 optimizer": ["zero=stage3", "offload=optimizer", "offload.adam=torch"],
     "3 all": ["zero=stage3", "offload=all", "offload.adam=torch"],
 }
@@ -69,6 +72,7 @@ def _compare(one: Cell) -> dict[str, tuple[int, int]]:
     counted = _kept(engine, config) | {"gradients": gradients} | during
     engine.destroy()
     names = {"weights": planned.weights, "masters": planned.masters, "moments": planned.moments}
+    names |= {"passing": planned.passing}
     names |= {"gradients": planned.gradients, "buckets": planned.buckets}
     names |= {f"host {name}": size for name, size in planned.host.items()}
     return {name: (size, counted.get(name, 0)) for name, size in names.items()}
@@ -135,6 +139,9 @@ def _kept(engine: Any, config: Any) -> dict[str, int]:
         found["masters"] = _bytes(one for group in groups for one in group)
         return found
     masters = optimizer.single_partition_of_fp32_groups
+    if passes_gpu(config.offload):
+        places = [group.device for group in optimizer.passing._groups]
+        return {"weights": found["weights"], "host masters and moments": _bytes(masters), "passing": _bytes(places)}
     found[f"{prefix}masters"] = _bytes(masters)
     if host:
         found["host gradients"] = _bytes(one.grad for one in masters)
@@ -148,7 +155,7 @@ def _kept(engine: Any, config: Any) -> dict[str, int]:
 def _gradients(engine: Any, config: Any, planned: States) -> int:
     """Before the step."""
     optimizer, stage = engine.optimizer, config.zero.stage
-    if config.offload.optimizer is not None:
+    if config.offload.optimizer is not None and not passes_gpu(config.offload):
         return 0 if stage == 3 else _bytes([optimizer.temp_grad_buffer_for_gpu_offload])
     if stage == 3:
         return _bytes([optimizer.grad_partitions_flat_buffer])
