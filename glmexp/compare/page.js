@@ -100,7 +100,7 @@ function update() {
     return;
   }
   drawTable();
-  later(drawPicked, drawHeat, drawPareto);
+  later(drawPicked, ...($("heat").hidden ? [] : [drawHeat]), drawPareto);
 }
 
 // The table answers at once; plots follow one by one, and those of an older filter are never begun.
@@ -380,6 +380,8 @@ function start() {
   });
   const numeric = data.results, metrics = [...new Set(data.runs.flatMap((run) => Object.keys(run.curves)))];
   options($("curve-metric"), metrics, metrics.includes("eval/loss/loss") && data.longEval ? "eval/loss/loss" : "train/loss");
+  const flat = data.differing.length < 2;
+  $("heat").hidden = document.querySelector("nav a[href='#heat']").hidden = flat; // a map has two sides
   options($("heat-x"), data.differing, data.axes[0]);
   options($("heat-y"), data.differing, data.axes[1]);
   const first = (names) => names.find((name) => numeric.includes(name));

@@ -37,6 +37,27 @@ ELSEWHERE = {
     "cutoff_len": "data.max_length",
 }
 """Names of the same thing in transformers, DeepSpeed and other fine-tuning projects."""
+OPTIONS_ELSEWHERE = {
+    "entry": {
+        **dict.fromkeys(("chat", "infer", "inference", "predict", "serve"), "generate"),
+        **dict.fromkeys(("test", "score"), "evaluate"),
+        **dict.fromkeys(("tune", "finetune", "sft"), "train"),
+        **dict.fromkeys(("memory", "estimate"), "plan"),
+        **dict.fromkeys(("merge", "convert"), "export"),
+        "check": "doctor",
+    },
+    "model": dict.fromkeys(("qwen2_7b", "qwen2_7b_instruct", "qwen_7b"), "qwen2"),
+    "method": {**dict.fromkeys(("prefix", "prefix_tuning"), "ptuning"), "sft": "full"},
+    "precision": {"half": "fp16"},
+    "offload": dict.fromkeys(("cpu", "true"), "optimizer") | {"disk": "nvme", "params": "all", "param": "all"},
+    "eval": {"bleu": "rouge", "f1": "cmrc", "accuracy": "generate", "perplexity": "loss"},
+    "tracker": {"tb": "tensorboard", "off": "none", "false": "none"},
+    "launcher": dict.fromkeys(("torchrun", "deepspeed", "accelerate", "mpi", "mpirun", "srun"), "env"),
+    "placement": {"tp": "tensor_parallel", "auto": "layers", "dp": "single"},
+    "sweep": {"optuna": "search"},
+    "data": {"openai": "messages", "chatml": "messages"},
+}
+"""Words for an option, lower case and with ``_``, whose letters lead nowhere or to another option."""
 
 
 def conf_folder() -> Path:
@@ -130,10 +151,15 @@ def _as_option(key: str, value: Any, groups: dict[str, tuple[str, ...]]) -> str:
 def unknown_option(group: str, value: Any, options: list[str]) -> Problem:
     """The problem of ``group=value`` where the group has no such option."""
     text = "null" if value is None else str(value)
+    plain = text.lower().replace("-", "_")
     near = difflib.get_close_matches(text, options, n=1, cutoff=0.5) or [one for one in options if text and text in one]
     if text == "null" and "none" in options:
         near = ["none"]
+    elif OPTIONS_ELSEWHERE.get(group, {}).get(plain) in options:
+        near = [OPTIONS_ELSEWHERE[group][plain]]
     hint = f"did you mean {group}={near[0]}? " if near else ""
+    if group == "deepspeed" and text.endswith(".json"):
+        hint = f"did you mean deepspeed.config_file={text}? "
     return Problem(f"{group}={text}", f"{group} has no option {text!r}", f"{hint}options: {', '.join(options)}")
 
 

@@ -20,7 +20,6 @@ SHORTEST_PROMPT = 16
 """Characters that must be left of a prompt that is cut: an answer to less than that teaches nothing."""
 PROMPT_CUT = "the prompt is cut"
 TURNS_CUT = "the first turns are left out"
-TOO_LONG = "too long"
 
 
 @dataclass(frozen=True)

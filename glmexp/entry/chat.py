@@ -18,7 +18,8 @@ from glmexp.model.streaming import TextStream
 
 HELP = """/reset          begins a new conversation
 /system TEXT    begins a new one with this system text; without TEXT, with none
-/help /quit     a line that begins with // is sent with one slash
+//TEXT          asks /TEXT
+/help /quit     these lines; the end, as Ctrl-D
 Ctrl-C ends an answer, Ctrl-D the chat"""
 PROMPT = "> "
 Record = Callable[[dict[str, Any]], None]

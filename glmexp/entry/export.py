@@ -26,6 +26,7 @@ from glmexp.entry.sources import Reader, Source
 from glmexp.launcher.folder import write_json, write_status
 from glmexp.method import weight_files
 from glmexp.model.build import announce_code, load_tokenizer
+from glmexp.plan import report
 
 if TYPE_CHECKING:
     from glmexp.method.base import Whole
@@ -150,11 +151,11 @@ def write_whole(source: Source, config: RunConfig, folder: Path) -> dict[str, st
     return {
         "source": source.words,
         "base": f"{source.base}: {len(reader.base_names)} of {len(checks.names)} parameters come from it",
-        "written": f"{len(prints)} tensors in {wanted.layout} layout, {dtype}, {size / 1e9:.2f} GB in "
+        "written": f"{len(prints)} tensors in {wanted.layout} layout, {dtype}, {report.size(size)} in "
         f"{len(weight_files.files(folder))} file(s)",
         "checked": checks.words(),
         "time": f"{facts['write_s']} s",
-        "peak host memory": f"{resident / 1e9:.2f} GB resident, pages of mapped files included",
+        "peak host memory": f"{report.size(resident)} resident, pages of mapped files included",
     }
 
 

@@ -24,6 +24,7 @@ from glmexp.entry.proof import TOLERANCE_FULL16, ask_fresh
 from glmexp.entry.sources import Source
 from glmexp.model.build import load_network, load_tokenizer
 from glmexp.model.renderer import renderer
+from glmexp.plan import report
 
 TOLERANCE_FP32 = 1e-5
 """Largest difference of logits, as a share of their largest size: merging adds up in another order."""
@@ -34,12 +35,13 @@ _QUESTIONS = ("What can you do?", "请介绍一下你自己。", "12 + 30 = ?")
 def run_fresh(run_folder: Path) -> list[str]:
     """Let the fresh process judge, write ``proof.json``; lines for the terminal. Raises ProofError with all faults."""
     result = ask_fresh("glmexp.entry.verify", run_folder, "export")
-    host, gpu = result["peak_host_bytes"] / 1e9, result["peak_gpu_bytes"] / 1e9
+    host, gpu = result["peak_host_bytes"], result["peak_gpu_bytes"]
+    peak = f"{report.size(host)} of the host" + (f", {report.size(gpu)} of the GPU" if gpu else "")
     return [
         f"proof: {result['tensors']} tensors reload exactly; a fresh process gives the source's logits to "
         f"{result['logits_difference']:.2g} in {result['dtype']} (mean {result['logits_mean_difference']:.2g}, "
         f"allowed {result['logits_allowed']:.2g}), and {result['greedy_equal']} of {result['greedy_total']} greedy "
-        f"answers are the same (peak memory {host:.2f} GB host, {gpu:.2f} GB GPU)",
+        f"answers are the same (peak memory: {peak})",
     ]
 
 

@@ -282,7 +282,8 @@ def memory(machine: Machine, config: RunConfig) -> Iterator[Finding]:
     if machine.memory_bytes is not None:
         low = machine.memory_bytes < 2 * _GIB
         do = "ranks are killed (signal 9) where memory ends: end other programs, fewer ranks" if low else ""
-        text = f"{machine.memory_bytes / _GIB:.1f} GiB free for {config.launcher.nproc} ranks, {machine.cpus} cores"
+        ranks = "one rank" if config.launcher.nproc == 1 else f"{config.launcher.nproc} ranks"
+        text = f"{machine.memory_bytes / _GIB:.1f} GiB free for {ranks}, {machine.cpus} cores"
         yield Finding("broken" if low else "ok", "memory", text, do)
     shm = machine.shm_bytes
     if shm is not None and len(machine.gpus) > 1:

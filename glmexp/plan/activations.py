@@ -69,21 +69,6 @@ class Activations:
     backward: int
     """Gradients that one block's backward pass has at a time."""
 
-    @property
-    def kept(self) -> int:
-        """From the forward pass to the backward pass."""
-        return self.blocks + self.rest + self.logits
-
-    @property
-    def at_loss(self) -> int:
-        """When the gradient of the logits stands beside them."""
-        return self.kept + self.loss_backward
-
-    @property
-    def in_blocks(self) -> int:
-        """In the last block, when the activations of all are still there."""
-        return self.blocks + self.rest + self.one_block + self.backward
-
 
 def activations_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) -> Activations:
     """Of one micro batch."""

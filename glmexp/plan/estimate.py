@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from glmexp.config.memory import BYTES
 from glmexp.config.model_rules import attention_kind
@@ -151,11 +151,3 @@ def _gate(batch: Batch, model: Model, element: int) -> int:
 def at(memory: Memory, phase: str) -> Phase:
     """The phase of that name."""
     return next(one for one in memory.phases if one.name == phase)
-
-
-def with_numbers(config: RunConfig, ranks: int) -> RunConfig:
-    """The configuration with micro batch, accumulation and batch size filled in, as a training run derives them."""
-    from glmexp.config.rules import derive
-
-    as_train = replace(config, entry=replace(config.entry, name="train"))
-    return replace(config, train=derive(as_train, ranks).train)

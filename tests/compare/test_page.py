@@ -198,3 +198,16 @@ def test_choices_reach_curves_heat_map_answers_and_configuration(page: browser.P
     texts = page.run("[...document.querySelectorAll('#answer-list p')].map(one => one.textContent)")
     assert texts[0] == "<b>question</b> 0 一共多少？"
     assert "</script><i>no</i>" in texts
+
+
+@needs_chromium
+def test_a_sweep_over_one_key_has_no_heat_map_and_no_hole_in_its_place(page: browser.Page, tmp_path: Path) -> None:
+    for rank in (4, 8):
+        write_run(tmp_path / "outputs" / str(rank), {RANK: rank})
+    target = tmp_path / "report.html"
+    assert main([str(tmp_path / "outputs"), "--html", str(target)]) == 0
+    page.open(target, 1280)
+    page.until("document.querySelectorAll('#pareto-plot .points path').length === 2")
+    map_, all_, rest = page.run("['heat', 'runs', 'pareto'].map(id => document.getElementById(id).offsetWidth)")
+    assert (map_, rest) == (0, all_)
+    assert page.run("document.querySelector(\"nav a[href='#heat']\").offsetWidth") == 0

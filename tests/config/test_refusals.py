@@ -12,7 +12,7 @@ from glmexp.config.arguments import parse
 from glmexp.config.compose import Machine, request
 from glmexp.config.errors import ConfigError
 from glmexp.config.load import write
-from glmexp.config.nearest import keys, shipped_options
+from glmexp.config.nearest import OPTIONS_ELSEWHERE, keys, shipped_options
 from tests.config.helpers import asked, config, ds_file, refusal, rows_file
 
 
@@ -350,3 +350,26 @@ def test_warnings_name_what_will_not_run(rows: str) -> None:
     assert (
         "train.max_steps: without effect under entry=evaluate" in asked("entry=evaluate", "train.max_steps=3").warnings
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("entry=infer", "entry=generate"),
+        ("entry=estimate", "entry=plan"),
+        ("model=qwen2-7b-instruct", "model=qwen2"),
+        ("method=prefix_tuning", "method=ptuning"),
+        ("offload=true", "offload=optimizer"),
+        ("launcher=torchrun", "launcher=env"),
+        ("eval=[loss,bleu]", "eval=rouge"),
+        ("deepspeed=ds.json", "deepspeed.config_file=ds.json"),
+    ],
+)
+def test_an_option_by_its_name_elsewhere_is_not_taken_for_the_one_that_is_spelt_alike(given: str, meant: str) -> None:
+    assert f"did you mean {meant}? options: " in refusal(given)
+
+
+def test_names_elsewhere_are_no_options_here_and_lead_to_ones_that_are() -> None:
+    for group, words in OPTIONS_ELSEWHERE.items():
+        assert set(words.values()) <= set(shipped_options()[group])
+        assert not set(words) & set(shipped_options()[group])
