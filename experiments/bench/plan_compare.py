@@ -36,7 +36,7 @@ MEMORY_FIT = (
     "chatglm3-4-2048-full-s3-ckpt", "chatglm3-28-2048-full-s2-ckpt", "qwen2-4-512-full-s2",
     "qwen2-14-4096-full-s2-ladder-ckpt",
     "chatglm3-4-2048-full-s2-offload-ckpt", "qwen2-4-512-full-s3-all-ckpt", "chatglm3-4-2048-freeze-s2",
-    "qwen2-4-512-freeze-s1-ckpt",
+    "qwen2-4-512-freeze-s1-ckpt", "chatglm3-4-2048-full-s2-packed",
 )  # fmt: skip
 """Lines that were looked at when constants were set (chunks of the loss, copies while an engine is made, gradients on
 their way). The others were not."""

@@ -10,6 +10,8 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an element, by ``precision.dtype``."""
 MASTER, MOMENTS = 4, 8
 """Bytes an element: float32 master, Adam's two moments."""
+FP8_MULTIPLE = 16
+"""Both sizes of a weight in fp8 are multiples of it (torch._scaled_mm)."""
 EXACT_PINNING = "pinned_max_round_threshold_mb:1024,pinned_max_cached_size_mb:1024"
 """Setting of torch's allocator (in 2.13, not in 2.11): pinned buffers above 1 GiB are as large as asked for and, as
 that demands, not kept."""

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.memory import FP8_MULTIPLE
 from glmexp.engine import fingerprint
 from glmexp.engine.compiled import blocks
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest number of the format."""
-MULTIPLE = 16
-"""Both sizes of a weight must be multiples of it (torch._scaled_mm)."""
 _LEAST = 1e-30
 """In place of the largest value of a row of zeros: its quotients stay finite."""
 _CAPABILITY = (8, 9)
@@ -171,13 +170,13 @@ def convert(model: nn.Module, network: Any, trained: Collection[str], keep_trans
         if type(module) is nn.Linear
         and id(module) in inside
         and f"{name}.weight" not in trained
-        and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        and module.in_features % FP8_MULTIPLE == module.out_features % FP8_MULTIPLE == 0
     ]
     if not found:
         raise ConfigError(
             Problem(
                 "precision.base",
-                f"fp8 without effect: no block has a frozen linear layer whose sizes are multiples of {MULTIPLE}",
+                f"fp8 without effect: no block has a frozen linear layer whose sizes are multiples of {FP8_MULTIPLE}",
                 "precision.base=null",
             )
         )

@@ -2,7 +2,7 @@
 
 Counted tensor by tensor for the blocks of each family, as autograd keeps them (a tensor that two operations keep counts
 once): what of a block is trained, and whether anything before it is, decides what is kept. Where blocks are compiled,
-inductor computes what is cheap again: norms, rotations and the product with the gate.
+inductor computes what is cheap again: norms, rotations and, under a frozen weight, the product with the gate.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ LOSS_CHUNK = 1 << 26
 FORWARD_CHUNKS, BACKWARD_CHUNKS = 2.0, 3.25
 """Float32 chunks of logits that stand at a time in the plain loss: logits and their exponentials; in its backward pass
 shares, hits (as flags, too) and their difference."""
+
+
+ROUNDING = 9
+"""Bytes of a number while it is rounded to fp8: in float32, that times its row's scale, and the result."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Kind:
     checkpointing: bool
     inputs_kept: bool = False
     """Stage 3's own linear layer keeps its input whatever is trained (``zero.memory_efficient_linear``)."""
+    rounds: bool = False
+    """Frozen linear layers of the blocks are in fp8: what meets them is rounded (``engine/fp8.py``)."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,8 @@ def _block(
         # The gate and what it is multiplied with; the gate after its activation function.
         yield element * inner * ((2 if kind.compiled else 3) if network.gated else 1)
     if own(layer, second) or kind.inputs_kept:
-        yield rank * own(layer, second) + (0 if kind.compiled else inner * element)
+        # What is multiplied in the backward pass is not computed again, in compiled blocks either.
+        yield rank * own(layer, second) + inner * element
 
 
 def _norm(family: str, width: int, kind: Kind, into: bool, own: bool) -> Iterator[float]:
@@ -245,6 +252,11 @@ def _rotation(model: Model, batch: Batch, kind: Kind) -> int:
 
 
 def _backward(model: Model, kind: Kind) -> float:
-    """Bytes a token of gradients that stand at a time in a block: those of the MLP's inner width, and of its output."""
+    """Bytes a token of gradients that stand at a time in a block: those of the MLP's inner width, and of its output.
+
+    Where one is rounded to fp8 and no compiler puts that into one kernel, with its float32 copies.
+    """
     network, element = model.network, kind.element
-    return element * ((2 if network.gated else 1) * network.inner + network.hidden)
+    wide = (2 if network.gated else 1) * network.inner
+    fused = network.inner if network.family == "qwen2" else wide
+    return element * (wide + network.hidden) + (ROUNDING * fused if kind.rounds and not kind.compiled else 0)

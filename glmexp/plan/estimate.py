@@ -8,10 +8,10 @@ from glmexp.config.memory import BYTES
 from glmexp.config.model_rules import attention_kind
 from glmexp.config.rules import MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
-from glmexp.plan.activations import LOSS_CHUNK, Activations, Batch, Kind, activations_of
+from glmexp.plan.activations import LOSS_CHUNK, ROUNDING, Activations, Batch, Kind, activations_of
 from glmexp.plan.cards import Card
 from glmexp.plan.shapes import Model, model_of
-from glmexp.plan.states import States, states_of
+from glmexp.plan.states import States, low_matrices, states_of
 
 WORKSPACE = 66 * 2**20
 """cuBLAS's workspaces and small tensors."""
@@ -79,6 +79,7 @@ def kind_of(config: RunConfig, model: Model, on_gpu: bool = True) -> Kind:
         compiled,
         config.train.gradient_checkpointing,
         inputs_kept=config.zero.stage == 3 and config.zero.memory_efficient_linear is not False,
+        rounds=config.precision.base == "fp8",
     )
 
 
@@ -117,7 +118,7 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
     in_block = act.one_block + act.backward
     element = BYTES[config.precision.dtype]
     return [
-        Phase("load", _load(config, states)),
+        Phase("load", _load(config, states, model)),
         Phase("leak gate", always | {"logits": _gate(batch, model, element)} | gathered),
         Phase(
             "forward",
@@ -136,9 +137,16 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
     ]
 
 
-def _load(config: RunConfig, states: States) -> Terms:
-    filling = round(RANDOM_CHUNK) if config.model.init == "random" else 0
-    return {"weights": states.weights, "while the engine is made": max(states.initial - states.weights, filling)}
+def _load(config: RunConfig, states: States, model: Model) -> Terms:
+    """Random weights are made on the GPU, whole and in 16 bit; a checkpoint's come there when the engine is made."""
+    made = states.initial
+    if config.model.init == "random":
+        made = max(made, states.weights + round(RANDOM_CHUNK))
+        low = low_matrices(config, model)
+        if low:
+            whole = BYTES[config.precision.dtype] * model.elements
+            made = max(made, whole + ROUNDING * max(one.elements for one in low))
+    return {"weights": states.weights, "while the engine is made": made - states.weights}
 
 
 def _gate(batch: Batch, model: Model, element: int) -> int:

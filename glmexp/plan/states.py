@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from glmexp.config.memory import (
     BYTES,
+    FP8_MULTIPLE,
     MASTER,
     MOMENTS,
     SLOTS,
@@ -88,16 +89,20 @@ def states_of(config: RunConfig, model: Model, ranks: int, rank: int = 0) -> Sta
     return _stage3(config, model, ranks, rank) if stage == 3 else _stages_1_and_2(config, model, ranks, rank)
 
 
-def frozen_bytes(config: RunConfig, model: Model) -> int:
-    """Bytes of the frozen weights, whole: those of linear layers in fp8 where ``precision.base`` says so, with a scale
-    a row, and turned round once more for the backward pass."""
-    element = BYTES[config.precision.dtype]
+def low_matrices(config: RunConfig, model: Model) -> list[Parameter]:
+    """Frozen matrices of the blocks that are in fp8 (``precision.base``)."""
     if config.precision.base != "fp8":
-        return element * sum(one.elements for one in model.frozen)
-    copies = 1 if config.precision.base_transposed is False else 2
+        return []
     low = [one for one in model.frozen if one.is_matrix and one.layer != REST]
+    return [one for one in low if not any(size % FP8_MULTIPLE for size in one.shape)]
+
+
+def frozen_bytes(config: RunConfig, model: Model) -> int:
+    """Bytes of the frozen weights, whole: fp8 with a scale a row, and turned round once more for the backward pass."""
+    low = low_matrices(config, model)
+    copies = 1 if config.precision.base_transposed is False else 2
     high = sum(one.elements for one in model.frozen) - sum(one.elements for one in low)
-    return element * high + sum(copies * one.elements + 4 * one.shape[0] for one in low)
+    return BYTES[config.precision.dtype] * high + sum(copies * one.elements + 4 * one.shape[0] for one in low)
 
 
 def _largest(parameters: Sequence[Parameter]) -> int:

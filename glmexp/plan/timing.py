@@ -15,10 +15,14 @@ from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch, Kind, Trained, virtual_tokens
 from glmexp.plan.cards import BANDWIDTH, LISTED, Card
 from glmexp.plan.shapes import REST, Model
-from glmexp.plan.states import States
+from glmexp.plan.states import States, low_matrices
 
 MATMUL, HEAD, ATTENTION = 1 / 1.472e-15, 1 / 1.3e-15, 1 / 2.985e-15
 """Operations a second on the H200: linear layers of blocks, the output layer, attention."""
+FP8 = 1.81
+"""How much faster products in fp8 are than in bf16: ChatGLM3's four weights in experiments/bench/fp8_products.py."""
+ROUNDED, ROUNDED_COMPILED = 1 / 9e-12, 1 / 1.5e-12
+"""Numbers a second that are rounded to fp8, by plain operations (31 bytes of traffic each) and in one kernel."""
 TRAFFIC, TRAFFIC_COMPILED = 1 / 0.658e-12, 1 / 0.2e-12
 """Bytes a second of what norms, rotations and activation functions would keep: each is passed over several times."""
 LOGITS, LOGITS_COMPILED = 1 / 14.9e-12, 1 / 1.0e-12
@@ -44,7 +48,11 @@ class Work:
     """What one micro batch takes, before any rate."""
 
     matmul: float
-    """Operations of linear layers, recomputing included."""
+    """Operations of linear layers, recomputing included, but for those in fp8."""
+    low: float
+    """The same of linear layers in fp8."""
+    rounded: float
+    """Numbers that are rounded for them."""
     head: float
     """Operations of the output layer."""
     attention: float
@@ -83,8 +91,9 @@ def step_of(
         return None
     speed, memory = card.flops / LISTED["H200"][0], card.bandwidth / BANDWIDTH["H200"]
     work = work_of(config, model, batch, kind)
-    on_gpu = (work.matmul / MATMUL + work.head / HEAD + work.attention / ATTENTION) / speed
+    on_gpu = (work.matmul / MATMUL + work.low / (FP8 * MATMUL) + work.head / HEAD + work.attention / ATTENTION) / speed
     on_gpu += work.traffic / (TRAFFIC_COMPILED if kind.compiled else TRAFFIC) / memory
+    on_gpu += work.rounded / (ROUNDED_COMPILED if kind.compiled else ROUNDED) / memory
     on_gpu += work.logits / (LOGITS_COMPILED if kind.compiled else LOGITS) / memory
     stage = config.zero.stage
     starts = work.passes * (PASS_S if stage < 3 else TENSOR_S * _tensors(model))
@@ -110,16 +119,22 @@ def work_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) -> Work:
     network, tokens = model.network, batch.places
     trained, virtual = Trained(config, model), virtual_tokens(config)
     every = dict.fromkeys(range(network.layers), 0)
-    learned = dict(every)
+    learned, rough, into, out = (dict(every) for _ in range(4))
     for one in model.parameters:
         if one.layer != REST and one.is_matrix:
             every[one.layer] += one.elements
             learned[one.layer] += one.elements * one.trained
-    matmul = passes = attended = 0.0
+    for one in low_matrices(config, model):
+        rough[one.layer] += one.elements
+        into[one.layer] += one.shape[1]
+        out[one.layer] += one.shape[0]
+    matmul = low = rounded = passes = attended = 0.0
     for layer in range(network.layers):
         reached = trained.reaches(layer)
         again = kind.checkpointing and reached
-        matmul += 2 * tokens * (every[layer] * (1 + reached + again) + learned[layer])
+        matmul += 2 * tokens * ((every[layer] - rough[layer]) * (1 + reached + again) + learned[layer])
+        low += 2 * tokens * rough[layer] * (1 + reached + again)
+        rounded += tokens * (into[layer] * (1 + again) + out[layer] * reached)
         passes += 1 + 2 * reached + again
         attended += 1 + 2.5 * reached + again
     masked = kind.attention != "varlen" and (virtual > 0 or batch.segments > 0 or network.family == "chatglm")
@@ -131,6 +146,8 @@ def work_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) -> Work:
     width = 8 * network.hidden + 3 * network.queries + 3 * network.inner
     return Work(
         matmul=matmul,
+        low=low,
+        rounded=rounded,
         head=2.0 * batch.labels * network.vocab * network.hidden * (2 + head_trained),
         attention=4 * network.queries * pairs * attended,
         traffic=passes * tokens * width * kind.element,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from glmexp.config.memory import passes_gpu
-from glmexp.engine import distributed
+from glmexp.engine import distributed, fp8
 from glmexp.engine.loss import forward_loss, padded_inputs
 from glmexp.plan.shapes import model_of
 from glmexp.plan.states import States, states_of
@@ -133,7 +133,8 @@ def _kept(engine: Any, config: Any) -> dict[str, int]:
             found["host gradients"] = _bytes([flat, *(one.grad for one in masters)])
         found["buckets"] = _bytes(bucket.buffer for bucket in optimizer.ipg_buckets.values())
         return found
-    found["weights"] = _bytes(one.data for one in parameters)
+    kept = [one for _, layer in fp8.layers(engine.module) for one in (layer.scales, layer.transposed)]
+    found["weights"] = _bytes([*(one.data for one in parameters), *kept])
     if stage == 0:
         groups = getattr(optimizer, "fp32_groups", [])
         found["masters"] = _bytes(one for group in groups for one in group)

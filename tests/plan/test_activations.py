@@ -10,6 +10,7 @@ import torch
 
 from glmexp.config.compose import run_config
 from glmexp.config.families import FAMILIES
+from glmexp.engine.compiled import compile_blocks
 from glmexp.model.build import load_network
 from glmexp.plan.activations import Batch, Kind, activations_of
 from glmexp.plan.shapes import model_of
@@ -52,6 +53,25 @@ def test_the_forward_pass_keeps_what_is_planned(model: str, method: str) -> None
     )
     found = _kept(trained, config.model.family)
     assert planned.blocks + planned.rest == pytest.approx(found, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("tiny", ["method=lora", "method.target_modules=[dense_4h_to_h]"]),
+        ("tiny_qwen2", ["method=full"]),
+    ],
+)
+def test_compiled_blocks_keep_what_is_planned(model: str, words: list[str]) -> None:
+    """With inductor's choice of what is computed again, which no kernel is needed for. A weight (or an adapter) behind
+    the product with the gate keeps that product."""
+    torch._dynamo.reset()
+    config = run_config([f"model={model}", *words, "eval=none", "tracker=none", "precision=bf16"])
+    network = load_network(config.model, torch.bfloat16)
+    trained = config.method.apply(network, FAMILIES[config.model.family]).train()
+    compile_blocks(network, backend="aot_eager_decomp_partition")
+    planned = activations_of(config, model_of(config), Batch(ROWS, LENGTH, ROWS * LENGTH), Kind(2, "sdpa", True, False))
+    assert planned.blocks + planned.rest == pytest.approx(_kept(trained, config.model.family), rel=1e-3)
 
 
 def test_checkpointing_keeps_the_inputs_of_blocks_and_one_block() -> None:

@@ -17,6 +17,8 @@ SOME = [
     cell("tiny_chatglm", "method=freeze", "2 optimizer", "bf16", 2),
     cell("tiny_qwen2", "method=lora", "3 all", "bf16", 1),
     cell("tiny", "method=full", "2 passing", "bf16", 2),
+    (*cell("tiny", "method=lora", "2", "bf16", 1), "precision.base=fp8"),
+    (*cell("tiny_qwen2", "method=freeze", "1", "bf16", 1), "precision.base=fp8", "precision.base_transposed=false"),
 ]
 
 
