@@ -86,7 +86,7 @@ def main() -> None:
         sys.exit("gradients of compiled blocks are farther from bf16 than fp8 alone makes them")
 
 
-def adapted(asked: argparse.Namespace) -> tuple[nn.Module, Any]:
+def adapted(asked: argparse.Namespace, *words: str) -> tuple[nn.Module, Any]:
     """The network with LoRA whose B is not zero, so that A has gradients too; and the network alone."""
     small = [word for word in SMALL if asked.model == "chatglm3" or "head_size" not in word] if asked.small else []
     config = run_config(
@@ -98,6 +98,7 @@ def adapted(asked: argparse.Namespace) -> tuple[nn.Module, Any]:
             "precision.base=fp8",
             "tracker=none",
             *small,
+            *words,
         ],
         ranks=1,
         gpus=torch.cuda.device_count(),

@@ -99,6 +99,10 @@ def network(config: RunConfig, ds_config: dict[str, Any]) -> Any:
     if compiles(config, model):
         if fp8.layers(model):
             fp8.check_compiled()
+        if config.method.name == "lora" and config.zero.stage < 3:
+            from glmexp.engine.adapters import make_thin
+
+            make_thin(model)
         compiled.compile_blocks(inner(model))
     return model
 
