@@ -33,7 +33,7 @@ class Thin(Linear):
         """``x`` (..., in) to (..., out)."""
         if not self.training or self.disable_adapters or self.merged or args or kwargs:
             return super().forward(x, *args, **kwargs)
-        return self.base_layer(x) + F.linear(self._inner(x), self.lora_B[ADAPTER].weight)
+        return self.base_layer(x) + F.linear(self._inner(x), _weight(self.lora_B))
 
     def _inner(self, x: Tensor) -> Tensor:
         """(..., rank)."""
@@ -41,13 +41,18 @@ class Thin(Linear):
         if pending is not None and pending[0] is x:
             return pending[1]
         layers = (self, *self.following)
-        weights = [layer.lora_A[ADAPTER].weight for layer in layers]
+        weights = [_weight(layer.lora_A) for layer in layers]
         all_of_them = torch.cat(weights) if self.following else weights[0]
         inner = F.linear(x.to(all_of_them.dtype), all_of_them) * self.scaling[ADAPTER]
         own, *others = inner.split([len(weight) for weight in weights], dim=-1)
         for layer, part in zip(self.following, others, strict=True):
             layer.pending = (x, part)
         return own
+
+
+def _weight(factors: nn.ModuleDict) -> Tensor:
+    linear: Any = factors[ADAPTER]
+    return linear.weight
 
 
 def make_thin(model: nn.Module) -> int:
