@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from glmexp.config.entries import PLANS
 from glmexp.config.errors import Problem
+from glmexp.config.memory import passes_gpu
 from glmexp.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -223,7 +224,8 @@ def zero_pairs(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Keys that DeepSpeed (0.19.8) reads in this stage and that another key makes idle."""
     zero, offload = config.zero, config.offload
     early = zero.stage in (1, 2)
-    if early and zero.contiguous_gradients is False and offload.optimizer is not None:
+    on_host = offload.optimizer is not None and not passes_gpu(offload)
+    if early and zero.contiguous_gradients is False and on_host:
         yield _idle("contiguous_gradients", "with an offloaded optimizer gradients always go into one buffer")
     if early and zero.use_multi_rank_bucket_allreduce is not None and zero.reduce_scatter is False:
         yield _idle("use_multi_rank_bucket_allreduce", "it joins messages of zero.reduce_scatter, which is false")

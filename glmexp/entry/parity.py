@@ -235,6 +235,7 @@ def spread(config: RunConfig, cell: Cell, examples: Examples) -> RunConfig:
     """The user's configuration as ``cell`` has it. Dropout is off: it draws other numbers in every cell."""
     zero = config.zero if config.zero.stage == cell.stage else _shipped("zero", f"stage{cell.stage}", ZeroSection)
     offload = _shipped("offload", cell.offload, OffloadSection)
+    adam = "torch" if config.offload.adam is None or cell.stage == 3 else config.offload.adam
     method = replace(config.method, dropout=0.0) if hasattr(config.method, "dropout") else config.method
     # About half as many packed rows as examples: several in most of them, and more than one row.
     budget = max(int(examples.lengths.max()), 2 * int(examples.lengths.sum()) // len(examples))
@@ -259,7 +260,7 @@ def spread(config: RunConfig, cell: Cell, examples: Examples) -> RunConfig:
         run=replace(config.run, dir=None, overwrite=False),
         model=model,
         zero=zero,
-        offload=replace(offload, adam=None if offload.optimizer is None else config.offload.adam or "torch"),
+        offload=replace(offload, adam=None if offload.optimizer is None else adam),
         method=method,
         data=replace(data, max_length=budget) if cell.packing else data,
         train=train,

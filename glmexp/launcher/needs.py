@@ -153,7 +153,10 @@ def with_adam(config: RunConfig, host: Host) -> tuple[RunConfig, str]:
             "torch's AdamW steps on the host: without a GPU DeepSpeedCPUAdam is not worth minutes of compiling "
             "(offload.adam=deepspeed asks for it)"
         )
-    return _with(config, "deepspeed"), "DeepSpeedCPUAdam steps on the host (offload.adam=torch for torch's AdamW)"
+    said = "DeepSpeedCPUAdam steps on the host (offload.adam=torch for torch's AdamW)"
+    if config.zero.stage < 3:
+        said += "; offload.adam=gpu is faster and takes less host memory, where the GPU has room for the gradients"
+    return _with(config, "deepspeed"), said
 
 
 def _with(config: RunConfig, adam: str) -> RunConfig:

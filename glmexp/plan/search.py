@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from glmexp.config import registry
 from glmexp.config.families import FAMILIES
+from glmexp.config.memory import passes_gpu
 from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.plan.cards import Card
 from glmexp.plan.report import Plan, Shape, plan_of
 
-Offload = tuple[Literal["cpu"] | None, Literal["cpu"] | None]
-"""Where optimizer and parameters are kept."""
+Offload = tuple[Literal["cpu"] | None, Literal["cpu"] | None, Literal["gpu"] | None]
+"""Where optimizer and parameters are kept, and where the optimizer steps if not there."""
 MORE_RANKS = (2, 4, 8, 16, 32, 64)
 PER_HOST = 8
 """GPUs of one host, beyond which more ranks are more hosts."""
@@ -133,12 +134,14 @@ def _shorter(base: Change) -> Iterator[Change]:
 def _stages(base: Change) -> Iterator[Change]:
     """Higher stages where there are several ranks, and what is kept in host memory."""
     config = base.config
-    plain: Offload = (None, None)
+    plain: Offload = (None, None, None)
     places: list[tuple[int, Offload]] = []
     if base.ranks > 1:
         places += [(stage, plain) for stage in (2, 3) if stage > config.zero.stage]
     if config.offload.optimizer is None:
-        places += [(max(config.zero.stage, 2), ("cpu", None)), (3, ("cpu", "cpu"))]
+        steps: list[Literal["gpu"] | None] = ["gpu", None] if config.zero.stage < 3 else [None]
+        places += [(max(config.zero.stage, 2), ("cpu", None, step)) for step in steps]
+        places += [(3, ("cpu", "cpu", None))]
     for stage, offload in places:
         yield _place(base, stage, offload)
 
@@ -149,11 +152,18 @@ def _place(base: Change, stage: int, offload: Offload) -> Change:
         words.append(f"zero=stage{stage}")
     if offload[0] is not None:
         words.append("offload=all" if offload[1] else "offload=optimizer")
+    if offload[2] is not None:
+        words.append("offload.adam=gpu")
     zero = replace(
         config.zero, stage=stage, reduce_bucket_size=200_000_000, overlap_comm=True, contiguous_gradients=True
     )
-    kept = replace(config.offload, optimizer=offload[0], params=offload[1], pin_memory=True)
-    return base.then(*words, zero=zero, offload=kept if offload[0] is not None else config.offload)
+    kept = config.offload
+    if offload[0] is not None:
+        kept = replace(kept, optimizer=offload[0], params=offload[1], pin_memory=True, adam=offload[2])
+    elif stage == 3 and passes_gpu(kept):
+        words.append("offload.adam=null")
+        kept = replace(kept, adam=None)
+    return base.then(*words, zero=zero, offload=kept)
 
 
 def _fewer(base: Change) -> Iterator[Change]:
@@ -185,8 +195,8 @@ def _with_ranks(base: Change, ranks: int) -> Iterator[Change]:
         train=replace(train, micro_batch_size=micro, grad_accum=accum, batch_size=micro * accum * ranks),
         launcher=replace(launcher, nproc=here, nnodes=hosts),
     )
-    yield _place(wide, max(2, base.config.zero.stage), (None, None))
-    yield _place(wide, 3, (None, None))
+    yield _place(wide, max(2, base.config.zero.stage), (None, None, None))
+    yield _place(wide, 3, (None, None, None))
 
 
 def _may_checkpoint(config: RunConfig) -> bool:

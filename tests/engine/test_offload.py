@@ -186,6 +186,11 @@ def test_host_memory_is_counted_before_a_model_is_built(tmp_path: Path) -> None:
     said = _short_of_memory(tmp_path, 105, "offload.pin_memory=false", ranks=8)
     assert "119.83 GiB" in said, "each rank's own, and its buffer for the largest gradient"
     assert not _short_of_memory(tmp_path, 4, method="lora"), "LoRA is small"
+    passing = ("offload.adam=gpu", "launcher.env={DS_PIN_MEMORY_BACKEND: native}")
+    said = _short_of_memory(tmp_path, 71, *passing)
+    assert "needs about 71.18 GiB of host memory" in said, "12 bytes, in memory of that size"
+    assert "pin_memory" not in said
+    assert not needs.ops(run_config([*SIX_B, "method=full", *passing], gpus=1)), "nothing is compiled"
     assert not [*needs.missing(run_config([*SIX_B, "method=full"], gpus=1), _host(0, tmp_path, memory_gib=1))], (
         "all of it is the host's"
     )
