@@ -163,9 +163,12 @@ def _parsed(parser: OverridesParser, text: str) -> Override:
         if not equals or harmless == value:
             raise
         shape = parser.parse_overrides([f"{key}={harmless}"])[0]
-        if shape.value_type is not ValueType.ELEMENT or not isinstance(shape.value(), str):
-            raise
-        return parser.parse_overrides([f"{key}={quoted(value)}"])[0]
+        found = shape.value() if shape.value_type is ValueType.ELEMENT else None
+        if isinstance(found, str):
+            return parser.parse_overrides([f"{key}={quoted(value)}"])[0]
+        if isinstance(found, list) and all(isinstance(one, str) for one in found) and not re.search(r"['\"\\]", value):
+            return parser.parse_overrides([f"{key}={_quoted_list(value)}"])[0]
+        raise
 
 
 def quoted(value: str) -> str:
@@ -173,6 +176,12 @@ def quoted(value: str) -> str:
     inner = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
     inner = re.sub(r"(\\+)$", lambda match: match[1] * 2, inner)
     return f"'{inner}'"
+
+
+def _quoted_list(value: str) -> str:
+    """``[a,b]`` with its texts in quotes, those that have some put anew."""
+    texts = [re.sub(r"(['\"])(.*)\1", r"\2", one.strip()) for one in value[1:-1].split(",")]
+    return f"[{','.join(map(quoted, texts))}]"
 
 
 def for_shell(word: str) -> str:
@@ -184,7 +193,7 @@ def _grammar_problem(text: str) -> Problem:
     key, _, value = text.partition("=")
     inner = quoted(value)
     if value.startswith("[") and value.endswith("]"):
-        inner = f"[{','.join(quoted(one.strip()) for one in value[1:-1].split(','))}]"
+        inner = _quoted_list(value)
     return Problem(
         key.lstrip("+~"),
         f"the value {value} holds signs that Hydra's override grammar uses (= , ( ) [ ] {{ }} : # or quotes)",

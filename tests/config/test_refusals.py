@@ -352,6 +352,13 @@ def test_warnings_name_what_will_not_run(rows: str) -> None:
     )
 
 
+def test_a_list_of_texts_needs_no_quotes_for_signs_that_mean_nothing_to_hydra() -> None:
+    model = config("model=tiny_qwen2", "model.add_tokens=[<甲>, <b&c>]").model
+    assert model.add_tokens == ["<甲>", "<b&c>"]
+    text = refusal("model=tiny_qwen2", "model.add_tokens=[<a>,'b']")
+    assert "-> put quotes inside of the shell's: \"model.add_tokens=['<a>','b']\"" in text
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
