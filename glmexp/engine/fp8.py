@@ -18,29 +18,22 @@ from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.memory import FP8_MULTIPLE
 from glmexp.engine import fingerprint
 from glmexp.engine.compiled import blocks
+from glmexp.plan import cards
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest number of the format."""
 _LEAST = 1e-30
 """In place of the largest value of a row of zeros: its quotients stay finite."""
-_CAPABILITY = (8, 9)
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 def check_device() -> None:
     """Raise ConfigError where the GPU has no fp8 products. Without a GPU they are computed from the same rounded
     values in float32, slowly."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _CAPABILITY:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < cards.FP8_CAPABILITY:
         major, minor = torch.cuda.get_device_capability()
-        raise ConfigError(
-            Problem(
-                "precision.base",
-                "fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper), and "
-                f"{torch.cuda.get_device_name()} has {major}.{minor}",
-                "precision.base=null",
-            )
-        )
+        raise cards.no_fp8(torch.cuda.get_device_name(), f"{major}.{minor}")
 
 
 def check_compiled() -> None:

@@ -35,6 +35,8 @@ def tell(config: RunConfig) -> int:
             Problem("method", f"{config.method.name}: what it trains is not known before the network is built", "train")
         )
     card = cards.card(config.plan.gpu) if config.plan.gpu is not None else cards.here()
+    if card is not None and config.precision.base == "fp8":
+        cards.check_fp8(card)
     rows = _rows(config)
     shape = _shape(config, rows)
     ranks = (config.launcher.nproc or 1) * config.launcher.nnodes

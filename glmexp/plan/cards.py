@@ -71,6 +71,10 @@ BANDWIDTH = {
 LINK = {"H200": 295e9, "H100": 295e9, "H100 NVL": 180e9, "B200": 590e9, "A100": 195e9, "H800": 130e9, "A800": 130e9}
 """Bytes a second of an all-reduce between the cards of one host (bus bandwidth). H200: measured by entry=doctor; the
 others in proportion to NVLink's listed rate. Cards that are not named here go over PCIe."""
+FP8_CAPABILITY = (8, 9)
+"""Compute capability from which a GPU has products in fp8: Ada, Hopper and later."""
+BEFORE_FP8 = ("A100", "A800", "A40", "A30", "RTX A6000", "RTX 3090")
+"""Cards above that are older."""
 PCIE_LINK = 18e9
 DRIVER_BYTES = 2320 * MIB
 """What torch's allocator does not get of what nvidia-smi tells: 615 MiB that the driver keeps, and 1.67 GiB of CUDA's
@@ -150,6 +154,24 @@ def card(text: str) -> Card:
 def _named(key: str, name: str, memory: int, count: int | None) -> Card:
     flops, exact = LISTED[key]
     return Card(name, memory, flops, exact, BANDWIDTH[key], LINK.get(key, PCIE_LINK), count)
+
+
+def check_fp8(one: Card) -> None:
+    """Raise ConfigError for a card that is known to have no products in fp8."""
+    if _typed_name(one.name) in BEFORE_FP8:
+        raise no_fp8(one.name, "less")
+
+
+def no_fp8(name: str, capability: str) -> ConfigError:
+    """``precision.base=fp8`` on a card of that compute capability."""
+    needed = ".".join(map(str, FP8_CAPABILITY))
+    return ConfigError(
+        Problem(
+            "precision.base",
+            f"fp8 needs a GPU of compute capability {needed} or higher (Ada, Hopper), and {name} has {capability}",
+            "precision.base=null",
+        )
+    )
 
 
 def here() -> Card | None:

@@ -101,6 +101,24 @@ def test_where_the_host_is_too_small_fewer_trained_parameters_and_more_hosts_are
     assert report.plan_of(again, 16, plan.card, shape).memory.peak == found[1].memory.peak
 
 
+def test_a_base_in_fp8_is_planned_and_refused_on_cards_without(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model=chatglm3", "method=lora", "data.max_length=8192", "data.packing=true", "train.micro_batch_size=1")
+    kinds = [(), ("precision.base=fp8",), ("precision.base=fp8", "precision.base_transposed=false")]
+    plain, low, once = (_plan(*words, *more, gpu="H200")[0] for more in kinds)
+    assert plain.seconds is not None
+    assert low.seconds is not None
+    assert 0.6 < low.seconds.total / plain.seconds.total < 0.8, (
+        "0.68 was measured with shorter examples (docs/speed.md)"
+    )
+    assert low.memory.peak == pytest.approx(plain.memory.peak, rel=1e-3)
+    frozen = 28 * 4096 * (4608 + 4096 + 3 * 13696)
+    assert low.memory.peak - once.memory.peak == frozen, "a byte of each weight in the blocks"
+    for gpu, code in (("A100", 2), ("RTX3090", 2), ("RTX4090", 0), ("24GB", 0)):
+        assert main(["entry=plan", "model=tiny", "precision.base=fp8", f"plan.gpu={gpu}"]) == code
+        refused = f"fp8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper), and {gpu} has less"
+        assert (refused in capsys.readouterr().err) == (code == 2)
+
+
 def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["entry=plan", "model=qwen2", "method=lora", "plan.gpu=H200", "plan.json=true", "plan.search=true"]
     assert main([*words, "train.max_steps=10", "data.max_length=512"]) == 0
