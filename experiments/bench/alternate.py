@@ -34,6 +34,8 @@ from typing import Any
 from machine import gpus_rest, keep, setting
 from processes import Family
 
+from glmexp.engine.host import used_bytes
+
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.003
 SETTLE_S = 0.2
@@ -105,6 +107,8 @@ class Running:
         self._read = 0
         self._rest = b""
         self.unrested = 0
+        self.host_bytes, self._host_before = 0, used_bytes()
+        """Most memory of the host that was taken beyond what was before."""
         self.family = Family(side.command, ROOT, log, {**ENVIRONMENT, **side.env})
 
     def steps(self, count: int, limit_s: float, what: str) -> list[tuple[float, dict[str, float]]]:
@@ -123,6 +127,7 @@ class Running:
             # Asked before the file is read: what it wrote before its end counts.
             code = self.family.exit_code
             seen += [(time.monotonic(), line) for line in self._new_lines()]
+            self.host_bytes = max(self.host_bytes, used_bytes() - self._host_before)
             if len(seen) >= count:
                 return
             if code is not None:
@@ -236,6 +241,7 @@ class Measurement:
     def by_restart(self, sides: Sequence[Side]) -> None:
         """Each alone on the machine, started anew for every few windows."""
         starts = range(0, self.plan.windows, self.plan.windows_a_start)
+        taken: dict[str, int] = defaultdict(int)
         for turn, first in enumerate(starts):
             for side in sides if turn % 2 == 0 else sides[::-1]:
                 if side.name in self.faults or self._late(first):
@@ -247,6 +253,8 @@ class Measurement:
                         all(self._window(one, number, paused=False) for number in numbers)
                 finally:
                     one.family.end()
+                taken[side.name] = max(taken[side.name], one.host_bytes)
+                self.notes[side.name]["host_peak_gib"] = round(taken[side.name] / 2**30, 1)
 
     def _late(self, number: int) -> bool:
         late = time.monotonic() - self.began > self.plan.total_limit_s
