@@ -120,10 +120,11 @@ def _base() -> dict[str, Any]:
 
 
 def row(line: dict[str, Any]) -> Row:
-    """Plan and measurement of a line."""
+    """Plan and measurement of a line: of one rank."""
     config, ranks, last = config_of(line), line["ranks"], line["steps"][-1]
     shapes = [shape for step in line["steps"] for shape in step["batches"]]
-    memory = memory_of(config, ranks, _batch(max(shapes, key=lambda one: (one["rows"] * one["length"], one["labels"]))))
+    largest = _batch(max(shapes, key=lambda one: (one["rows"] * one["length"], one["labels"])))
+    memory = memory_of(config, ranks, largest, rank=line["rank"])
     one = _batch(last["batches"][0])
     seconds = step_of(config, memory.model, memory.states, one, memory.kind, H200, ranks)
     assert seconds is not None, "the H200 is known"

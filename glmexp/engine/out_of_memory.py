@@ -13,9 +13,8 @@ from glmexp.config.memory import passes_gpu
 from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.plan import shapes
+from glmexp.plan.report import size
 from glmexp.plan.states import states_of
-
-GIB = 2**30
 
 
 class OutOfMemory(RuntimeError):
@@ -52,7 +51,7 @@ class Terms:
             "activations and buffers": self.activations,
         }
         listed = sorted(terms.items(), key=lambda term: -term[1])
-        return ", ".join(f"{name} {_size(size)}" for name, size in listed if size)
+        return ", ".join(f"{name} {size(number)}" for name, number in listed if number)
 
 
 def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
@@ -115,14 +114,10 @@ def _report(phase: str, config: RunConfig, model: Any, error: str, planned: list
     lines = [f"rank {distributed.rank()} ran out of device memory in {phase}"]
     if model is not None:
         found = terms(config, model, ranks)
-        of = f" of {_size(found.total)}" if found.total else ""
+        of = f" of {size(found.total)}" if found.total else ""
         lines.append(f"a rank holds, largest first{of}: {found.words()}")
         lines.append(f"next: {next_change(config, found, ranks)}")
     else:
         lines.append("the weights alone do not fit: zero=stage3 with more ranks, offload=all, or a smaller model")
     first = error.strip().splitlines()[0] if error.strip() else "no details"
     return "\n  ".join([*lines, *planned, f"torch: {first}"])
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from glmexp.engine.out_of_memory import GIB, Terms, next_change
+from glmexp.engine.out_of_memory import Terms, next_change
+from glmexp.plan.cards import GIB
 from tests.engine import cells, failing
 from tests.ranks import run_on_ranks
 
