@@ -77,7 +77,7 @@ def tokenizer_of(folder: str) -> Any:
 
 
 def with_glmexp(file: str, folder: str, work: str, processes: int) -> dict[str, Any]:
-    from glmexp.config.schema import Columns, DataSection
+    from glmexp.config.data_schema import Columns, DataSection
     from glmexp.data.prepare import prepare
     from glmexp.model.renderer import renderer
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import sys
 import textwrap
+import typing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from glmexp.config.nearest import conf_folder, shipped_options
+from glmexp.config.schema import RunConfig
 
 TEXT = """glmexp: fine-tuning of ChatGLM and Qwen2 on DeepSpeed, composed from groups of options.
 
@@ -32,6 +36,7 @@ Examples:
   python -m glmexp -m +experiments=rank_and_bucket                   a study from experiments/
   python -m glmexp entry=evaluate artifact.path=outputs/NAME/TIME    measure what was trained
   python -m glmexp entry=generate artifact.path=outputs/NAME/TIME    ask what was trained, in a chat
+  python -m glmexp entry=plan model=chatglm3 plan.gpu=24GB           memory and time of a run, and what would fit
   python -m glmexp entry=smoke method=lora zero=stage3               a short run, judged, before a long one
   python -m glmexp entry=doctor doctor.explain=zero.stage            what an option means, its unit, and who set it
 
@@ -51,6 +56,17 @@ Flags:
   --info [WHAT]         where the configuration comes from: all config defaults defaults-tree plugins searchpath
   --version --hydra-help --shell-completion
 """
+
+
+def meaning(key: str) -> str:
+    """The first sentence of a field's docstring, by its dotted key."""
+    *path, leaf = key.split(".")
+    cls: Any = RunConfig
+    for part in path:
+        cls = typing.get_type_hints(cls).get(part, Any)
+    if not dataclasses.is_dataclass(cls):
+        return "it has no default"
+    return field_docs(typing.cast(type, cls))[leaf].split(". ")[0].rstrip(".")
 
 
 def field_docs(cls: type) -> dict[str, str]:

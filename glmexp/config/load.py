@@ -188,7 +188,7 @@ class _Walk:
         if value is BROKEN:
             return
         if value == MISSING:
-            from glmexp.config.nearest import meaning
+            from glmexp.config.help import meaning
 
             self.problems.append(Problem(key, f"must be set ({meaning(key)})", f"{key}=..."))
             return

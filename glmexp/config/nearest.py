@@ -161,16 +161,3 @@ def unknown_option(group: str, value: Any, options: list[str]) -> Problem:
     if group == "deepspeed" and text.endswith(".json"):
         hint = f"did you mean deepspeed.config_file={text}? "
     return Problem(f"{group}={text}", f"{group} has no option {text!r}", f"{hint}options: {', '.join(options)}")
-
-
-def meaning(key: str) -> str:
-    """The first sentence of a field's docstring, by its dotted key."""
-    from glmexp.config.help import field_docs
-
-    *path, leaf = key.split(".")
-    cls: Any = RunConfig
-    for part in path:
-        cls = typing.get_type_hints(cls).get(part, Any)
-    if not dataclasses.is_dataclass(cls):
-        return "it has no default"
-    return field_docs(typing.cast(type, cls))[leaf].split(". ")[0].rstrip(".")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from glmexp.config.data_schema import Columns, Format
 from glmexp.config.errors import DataError, Problem
-from glmexp.config.schema import Columns, Format
 
 PAIRS: tuple[tuple[str, str | None, str], ...] = (
     ("instruction", "input", "output"),

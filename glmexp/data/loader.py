@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from glmexp.config.schema import DataSection
+from glmexp.config.data_schema import DataSection
 from glmexp.data.batches import Places, StepPlan, pick
 from glmexp.data.collate import collate
 from glmexp.data.packing import collate_packed, packs

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from glmexp.config.data_schema import DataSection
 from glmexp.config.errors import ConfigError, DataError, Problem
-from glmexp.config.schema import DataSection
 from glmexp.data import forms, workers
 from glmexp.data.encode import Encoding
 from glmexp.data.files import Block, DataFile, Fault, open_file, parse_block, raise_all

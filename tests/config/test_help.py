@@ -21,7 +21,7 @@ def test_overview_names_every_group_and_option_in_one_screen_width() -> None:
             assert row[place : place + len(options)] == list(options)
         else:
             assert all(option in text for option in options)
-    assert text.count("\n  python -m glmexp ") == 11, "the usage and ten examples"
+    assert text.count("\n  python -m glmexp ") == 12, "the usage and eleven examples"
     assert max(map(len, text.splitlines())) <= 120
 
 

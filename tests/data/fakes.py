@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from glmexp.config.schema import Columns, DataSection
+from glmexp.config.data_schema import Columns, DataSection
 from glmexp.data.prepare import prepare
 from glmexp.data.store import Example
 from glmexp.data.template import Message

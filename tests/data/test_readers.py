@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from glmexp.config.data_schema import Columns
 from glmexp.config.errors import DataError
-from glmexp.config.schema import Columns
 
 from .fakes import ANY, named, pairs, read_rows
 
