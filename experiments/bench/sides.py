@@ -91,7 +91,7 @@ def side(word: str, job: Job, steps: int, common: list[str], alone: bool = False
     command += ["--small"] * job.small + ["--seven"] * job.seven
     if kind == "plain":
         command += ["--pack", str(job.pack), "--accum", str(job.accum), *["--full"] * job.full]
-    steps = max(2, min(steps, round(8 / SECONDS_A_STEP.get(kind, 0.5))))
+    steps = max(2, min(steps, round(6 / SECONDS_A_STEP.get(kind, 0.5))))
     return Side(name, command, metrics, steps, alone, {"PYTHONPATH": str(ROOT)})
 
 

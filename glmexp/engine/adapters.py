@@ -40,10 +40,11 @@ class Thin(Linear):
         pending, self.pending = self.pending, None
         if pending is not None and pending[0] is x:
             return pending[1]
-        layers = (self, *self.following)
-        weights = [_weight(layer.lora_A) for layer in layers]
+        weights = [_weight(layer.lora_A) for layer in (self, *self.following)]
         all_of_them = torch.cat(weights) if self.following else weights[0]
         inner = F.linear(x.to(all_of_them.dtype), all_of_them) * self.scaling[ADAPTER]
+        if not self.following:
+            return inner
         own, *others = inner.split([len(weight) for weight in weights], dim=-1)
         for layer, part in zip(self.following, others, strict=True):
             layer.pending = (x, part)
