@@ -27,10 +27,10 @@ class Screen:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Print lines as they are."""
+        """Print lines as they are. The terminal itself breaks long ones, so that a command is copied in one piece."""
         if self.active:
             for line in lines:
-                self._console.print(line, markup=False)
+                self._console.print(line, markup=False, soft_wrap=True)
 
     def facts(self, title: str, facts: dict[str, str]) -> None:
         """A block of ``name value`` lines."""
