@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from glmexp.engine import build, checkpoint, distributed
 from glmexp.engine.host import SwapWatch
 from glmexp.engine.loop import Loop
 from glmexp.engine.out_of_memory import explained
+from glmexp.engine.perf import Stopwatch
 from glmexp.engine.stop import StopPoint
 from glmexp.entry import gate, planned, proof, resume, speed, training
 from glmexp.entry.evaluation import Evaluation
@@ -68,6 +70,37 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     return training.finished(here, engine, template, data, start, evaluation, done, total)
 
 
+@dataclass(frozen=True)
+class _Between:
+    """What happens between two optimizer steps: a checkpoint, an evaluation, the question whether to stop."""
+
+    save_steps: int | None
+    total: int
+    evaluation: Evaluation
+    keeper: resume.Keeper
+    stop: StopPoint
+    watch: Stopwatch
+
+    def after(self, step: int, reason: str | None) -> str | None:
+        """After ``step``, with the reason to stop that it came with. Returns the reason that stands."""
+        keeper, evaluation = self.keeper, self.evaluation
+        keeper.saver.check()
+        if step == self.total:
+            reason = None  # it is done
+        due = self.save_steps is not None and (step == self.total or step % self.save_steps == 0)
+        if reason is not None or due:
+            with self.watch.phase("save"):
+                keeper.save(step, evaluation)
+        if reason is None and step < self.total and evaluation.due(step):
+            with self.watch.phase("eval"):
+                metrics = evaluation.run(step, all_hooks=False)
+            keeper.judge(step, metrics)
+            reason = self.stop.reason(step, distributed.sum_over_ranks(self.stop.flags()))  # it may have taken long
+            if reason is not None:
+                keeper.save(step, evaluation)
+        return reason
+
+
 def _loop(
     here: Session,
     engine: Any,
@@ -88,24 +121,8 @@ def _loop(
         made = ahead(lambda step: batches.step(plan, step), range(done, total), workers, data.prefetch)
         return ((step + 1, micro_batches) for step, micro_batches in made)
 
-    def after_step(step: int, reason: str | None) -> str | None:
-        keeper.saver.check()
-        if step == total:
-            reason = None  # it is done
-        last = step == total and train.save_steps is not None
-        if reason is not None or last or (train.save_steps is not None and step % train.save_steps == 0):
-            with watch.phase("save"):
-                keeper.save(step, evaluation)
-        if reason is None and step < total and evaluation.due(step):
-            with watch.phase("eval"):
-                metrics = evaluation.run(step, all_hooks=False)
-            keeper.judge(step, metrics)
-            reason = stop.reason(step, distributed.sum_over_ranks(stop.flags()))  # it may have taken long
-            if reason is not None:
-                keeper.save(step, evaluation)
-        return reason
-
     watch, swap, expected = speed.stopwatch(here), SwapWatch(), planned.metrics(here.plan)
+    between = _Between(train.save_steps, total, evaluation, keeper, stop, watch)
     with here.screen.progress(total, done) as bar:
 
         def on_metrics(step: int, metrics: dict[str, float]) -> None:
@@ -123,7 +140,7 @@ def _loop(
             steps=steps(),
             log_steps=train.log_steps,
             on_metrics=on_metrics,
-            after_step=after_step,
+            after_step=between.after,
             inputs=inputs,
             per_rank=training.per_rank(here),
             fused_loss=training.compiles(here.config, engine.module),
