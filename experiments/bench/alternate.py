@@ -169,7 +169,7 @@ class Running:
 def counted(lines: Sequence[tuple[float, dict[str, float]]]) -> Window:
     """The window of all lines but the first."""
     steps = [line for _, line in lines[1:]]
-    phases = ("data", "forward", "backward", "optimizer")
+    phases = ("data", "forward", "backward", "optimizer", "records")
     return Window(
         tokens=sum(line["perf/tokens_per_s"] * line["perf/step_s"] for line in steps),
         seconds=sum(line["perf/step_s"] for line in steps),

@@ -167,6 +167,12 @@ def offload(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             f"states pass through the GPU (gpu) at ZeRO stages 1 and 2, and the stage is {stage}",
             "zero=stage2 offload=optimizer, or offload.adam=deepspeed",
         )
+    if section.gpu_places is not None and not passes_gpu(section):
+        yield Problem(
+            "offload.gpu_places",
+            "without effect: no states pass through the GPU",
+            "offload.adam=gpu with offload=optimizer, or leave it out",
+        )
 
 
 def nvme(config: RunConfig, facts: Facts) -> Iterator[Problem]:

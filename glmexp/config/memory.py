@@ -21,8 +21,8 @@ gradients at a time: with all weights in one group that is 23 GiB for 6 B parame
 to and from the host go on beside the next group's step."""
 PASSING_ELEMENTS = 2**28
 """The same where states pass through the GPU."""
-SLOTS = 3
-"""Groups whose states have room on the GPU at a time there: one comes, one steps, one goes."""
+GPU_PLACES = 4
+"""Groups whose states have room on the GPU at a time there, where ``offload.gpu_places`` is null."""
 
 
 def passes_gpu(offload: OffloadSection) -> bool:

@@ -179,6 +179,9 @@ class OffloadSection:
     adam: Literal["deepspeed", "torch", "gpu"] | None
     """AdamW on the host. Null: DeepSpeedCPUAdam where there is a GPU and its op can be compiled, else torch's. gpu: the
     GPU steps, states pass through it, gradients stay there (stages 1 and 2, optimizer=cpu)."""
+    gpu_places: Count | None
+    """Groups of states (of up to 2**28 elements, 3.2 GB) that have room on the GPU at a time (adam=gpu). Null: 4. With
+    more of them more of their way is hidden behind the passes."""
     nvme_path: str | None
     """Folder on a local disk for what is offloaded to nvme: a folder in it for each run, taken away at its end, or by
     the next run on this disk."""

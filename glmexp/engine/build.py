@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import passes_gpu, split
+from glmexp.config.memory import GPU_PLACES, passes_gpu, split
 from glmexp.config.schema import RunConfig
 from glmexp.engine import accumulation, grad_norm, run_ahead
 from glmexp.engine.passing import keep_on_host
@@ -110,7 +110,7 @@ def set_right(engine: Any, config: RunConfig) -> None:
     accumulation.add_in_place(engine.optimizer)
     run_ahead.let(engine.optimizer)
     if passes_gpu(config.offload):
-        keep_on_host(engine.optimizer, bool(config.offload.pin_memory))
+        keep_on_host(engine.optimizer, config.offload.gpu_places or GPU_PLACES, bool(config.offload.pin_memory))
     if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))

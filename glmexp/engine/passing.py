@@ -6,28 +6,33 @@ times. Here DeepSpeed is told of no offload: gradients stay on the GPU and are a
 lies on the host is 12 bytes a parameter, which come and go by the bus in both directions at once. The numbers are those
 of a run without offload, since the kernels are.
 
-A group's master and moments lie in one stretch of page-locked memory. On the GPU there are SLOTS places of a group's
-size: group n uses place n mod SLOTS, and is fetched as soon as what was there before has gone back. The first groups
-are fetched, and the last ones go back, beside the next forward and backward pass.
+A group's master and moments lie in one stretch of page-locked memory. On the GPU there are ``offload.gpu_places``
+places of a group's size: group n uses place n mod places, and is fetched piece by piece as soon as what was there
+before has gone back. The first groups are fetched, and the last ones go back, beside the next forward and backward
+pass: the more places, the less is left for the step. Nobody may wait for the whole device in between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from glmexp.config.memory import SLOTS, passing_bytes
+from glmexp.config.memory import passing_bytes
 from glmexp.engine.host_copy import Chunk
 
 KINDS = ("exp_avg", "exp_avg_sq")
 """Adam's names of the moments, which lie behind the master."""
+PIECE = 2**23
+"""Elements of a copy, which takes half a millisecond: a small one of somebody else gets its turn in between."""
 
 
-def keep_on_host(optimizer: Any, pinned: bool) -> None:
+def keep_on_host(optimizer: Any, places: int, pinned: bool) -> None:
     """Move the states of DeepSpeed's optimizer of stage 1 or 2 to the host, and let its step fetch them."""
-    optimizer.passing = Passing(optimizer, pinned)
+    optimizer.passing = Passing(optimizer, places, pinned)
 
 
 def settle(optimizer: Any) -> None:
@@ -64,16 +69,22 @@ class _Lane:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
-        """Returns the event behind it; ``after``: an event that must have come, or None."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> list[Any]:
+        """Piece by piece; ``after``: events that must have come, by piece. Returns the event behind each."""
         if self._stream is None:
             target.copy_(source)
-            return None
-        if after is not None:
-            self._stream.wait_event(after)
+            return []
+        events = []
+        pieces = zip_longest(target.view(-1).split(PIECE), source.view(-1).split(PIECE), after)
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+            for to, of, event in pieces:
+                if to is None:  # what was there before is larger, and lies behind the last piece alone
+                    break
+                if event is not None:
+                    self._stream.wait_event(event)
+                to.copy_(of, non_blocking=True)
+                events.append(self._stream.record_event())
+        return events
 
     def wait(self) -> None:
         """Until all copies are whole."""
@@ -85,23 +96,23 @@ class Passing:
     """Stands before two methods of the optimizer."""
 
     @torch.no_grad()
-    def __init__(self, optimizer: Any, pinned: bool) -> None:
+    def __init__(self, optimizer: Any, places: int, pinned: bool) -> None:
         self._down, self._up = _Lane(), _Lane()
         self._groups = [_on_host(optimizer, number, pinned) for number in range(len(optimizer.bit16_groups))]
         self._held: dict[int, int] = {}
         """Group whose states are in a place, or on their way to it."""
-        self._fetched: list[Any] = [None] * len(self._groups)
-        self._stored: dict[int, Any] = {}
-        """Event behind the last copy out of a place."""
+        self._fetched: list[list[Any]] = [[] for _ in self._groups]
+        self._stored: dict[int, list[Any]] = {}
+        """Events behind the last copy out of a place, by piece."""
         self._stepped: int | None = None
         """Group that has stepped and not gone back yet."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the masters as DeepSpeed made them, and its gradients of float32
         widest = max(group.host.numel() for group in self._groups)
-        count = min(SLOTS, len(self._groups))
-        places = [torch.empty(widest, dtype=torch.float32, device=optimizer.device) for _ in range(count)]
+        self._places = min(places, len(self._groups))
+        room = [torch.empty(widest, dtype=torch.float32, device=optimizer.device) for _ in range(self._places)]
         for number, group in enumerate(self._groups):
-            group.device = places[number % SLOTS][: group.host.numel()].view_as(group.host)
+            group.device = room[number % self._places][: group.host.numel()].view_as(group.host)
         self._step, self._step_group = optimizer.step, optimizer._optimizer_step
         optimizer.step, optimizer._optimizer_step = self.step, self.step_group
 
@@ -122,8 +133,8 @@ class Passing:
         """In place of ``_optimizer_step``. The group before has been rounded to the weights by now, and goes back."""
         self._store()
         self._fetch(number)
-        if self._fetched[number] is not None:
-            torch.cuda.current_stream().wait_event(self._fetched[number])
+        for event in self._fetched[number][-1:]:
+            torch.cuda.current_stream().wait_event(event)
         self._step_group(number)
         self._stepped = number
 
@@ -134,14 +145,14 @@ class Passing:
         self._held.clear()
 
     def _fetch_first(self) -> None:
-        for number in range(min(SLOTS, len(self._groups))):
+        for number in range(self._places):
             self._fetch(number)
 
     def _fetch(self, number: int) -> None:
-        place = number % SLOTS
+        place = number % self._places
         if self._held.get(place) != number:
             group = self._groups[number]
-            self._fetched[number] = self._down.copy(group.device, group.host, self._stored.get(place))
+            self._fetched[number] = self._down.copy(group.device, group.host, self._stored.get(place, []))
             self._held[place] = number
 
     def _store(self) -> None:
@@ -150,10 +161,10 @@ class Passing:
         if number is None:
             return
         group = self._groups[number]
-        now = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
-        self._stored[number % SLOTS] = self._up.copy(group.host, group.device, now)
-        if number + SLOTS < len(self._groups):
-            self._fetch(number + SLOTS)
+        now = [torch.cuda.current_stream().record_event()] if torch.cuda.is_available() else []
+        self._stored[number % self._places] = self._up.copy(group.host, group.device, now)
+        if number + self._places < len(self._groups):
+            self._fetch(number + self._places)
 
 
 def _on_host(optimizer: Any, number: int, pinned: bool) -> _Group:

@@ -41,9 +41,10 @@ class Stopwatch:
         return event
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since the last call, and ``step`` for the whole; starts anew. Call after a device sync."""
+        """Seconds by phase since the last call, and ``step`` for the whole; starts anew. Waits for the stream."""
         if self._cuda:
-            torch.cuda.synchronize()
+            # Not of the whole device: optimizer states go back to the host beside the next step (``passing``).
+            torch.cuda.current_stream().synchronize()
         seconds: dict[str, float] = {}
         for name, begin, end in self._open:
             if isinstance(begin, float) and isinstance(end, float):

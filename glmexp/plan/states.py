@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from glmexp.config.memory import (
     BYTES,
     FP8_MULTIPLE,
+    GPU_PLACES,
     MASTER,
     MOMENTS,
-    SLOTS,
     exact_pinning,
     passes_gpu,
     passing_bytes,
@@ -149,13 +149,15 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
         "early": model.trained_elements > (zero.reduce_bucket_size or REDUCE_BUCKET),
     }
     if not offloaded:
+        places = min(config.offload.gpu_places or GPU_PLACES, len(parts))
+        room = places * max(map(passing_bytes, parts), default=0)
         # The group's gradients are flattened, then taken to float32.
         return States(
             **common,  # type: ignore[arg-type]
             gradients=element * own,
             masters=0 if passing else MASTER * sum(parts),
             moments=0 if passing else MOMENTS * sum(parts),
-            passing=min(SLOTS, len(parts)) * max(map(passing_bytes, parts), default=0) if passing else 0,
+            passing=room if passing else 0,
             host={"masters and moments": sum(map(passing_bytes, parts))} if passing else {},
             update=max(((element + 4 if element == 2 else 4) * part for part in parts), default=0),
             initial=weights + (MASTER + 2 * element) * sum(parts),

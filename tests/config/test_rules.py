@@ -19,6 +19,7 @@ from tests.config.helpers import config, refusal
         (["precision=fp16", "precision.loss_scale=8", "precision.hysteresis=3"], 1, "precision.hysteresis", "fixed"),
         (["zero=stage0", "offload=optimizer"], 0, "offload.optimizer", "needs ZeRO stage 1, 2 or 3"),
         (["zero=stage3", "offload=optimizer", "offload.adam=gpu"], 0, "offload.adam", "at ZeRO stages 1 and 2"),
+        (["zero=stage2", "offload=optimizer", "offload.gpu_places=2"], 0, "offload.gpu_places", "no states pass"),
         (["offload.pin_memory=true"], 0, "offload.pin_memory", "nothing is offloaded"),
         (["zero=stage2", "zero.sub_group_size=1e9"], 0, "zero.sub_group_size", "in stage 3, and the stage is 2"),
         (["zero=stage2", "zero.stage3_prefetch_bucket_size=1"], 0, "zero.stage3_prefetch_bucket_size", "zero=stage3"),
