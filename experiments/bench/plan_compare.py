@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -48,6 +49,14 @@ TIME_FIT = (
     "chatglm3-28-2048-full-s2-ckpt", "qwen2-14-4096-full-s2-ladder-ckpt", "chatglm3-4-2048-full-s2-offload-ckpt",
 )  # fmt: skip
 """Lines whose passes fitted the rates of ``plan/timing.py``."""
+
+
+INSTRUCTIONS = Batch(1, 8192, 5067, 48)
+"""The largest micro batch of ``instruction_data.py``'s rows that plan.py met."""
+BEFORE = ("17c3aba", "5deb15a")
+"""Commits at which gradients of further micro batches had a buffer of their own, and norms several kernels."""
+_OWN = ("data", "data.train_file", "data.cache_dir", "run.dir", "run.overwrite", "launcher.timeout_s")
+"""What of a command line is a bench's own."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,9 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+")
     asked = parser.parse_args()
     for file in asked.results:
+        if "_speed" in file.name or "two_gpus" in file.name:
+            print("\n".join(table([side(line) for line in sides(file)])))
+            continue
         lines = read(file)
         print("\n".join(table([row(line) for line in lines])))
         print()
@@ -145,6 +157,42 @@ def row(line: dict[str, Any]) -> Row:
         memory_fit=line["case"] in MEMORY_FIT,
         time_fit=line["case"] in TIME_FIT,
     )
+
+
+def side(line: dict[str, Any]) -> Row:
+    """Plan and measurement of the product's side in a bench of speeds: hundreds of steps, the memory of all of them."""
+    words = shlex.split(line["command"].partition("-m glmexp")[2])
+    ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("launcher.nproc="))
+    config = run_config([word for word in words if word.partition("=")[0] not in _OWN], ranks=ranks, gpus=ranks)
+    memory = memory_of(config, ranks, INSTRUCTIONS)
+    seconds = step_of(config, memory.model, memory.states, INSTRUCTIONS, memory.kind, H200, ranks)
+    assert seconds is not None, "the H200 is known"
+    return Row(
+        case=f"{line['case']}, {line['side']}, {ranks} GPU{'s' if ranks > 1 else ''}",
+        ranks=ranks,
+        planned_bytes=memory.peak,
+        measured_bytes=round(line["peak_gib"] * GIB),
+        phase=memory.worst.name,
+        planned_host=None,
+        measured_host=None,
+        planned_s=seconds.total,
+        measured_s=line["step_s"],
+        memory_fit=False,
+        time_fit=False,
+    )
+
+
+def sides(file: Path) -> list[dict[str, Any]]:
+    """Rows of a bench of speeds that the product's plan is for: stage 2 on GPUs, packed rows of 8,192."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [
+        line
+        for line in lines
+        if line["kind"] == "side"
+        and "step_s" in line
+        and line["commit"] not in BEFORE
+        and all(word in line["command"] for word in ("-m glmexp", "zero=stage2", "data.max_length=8192"))
+    ]
 
 
 def rungs(line: dict[str, Any]) -> Iterator[Rung]:

@@ -48,6 +48,17 @@ def test_peaks_and_steps_are_those_that_were_measured(compare: Any, lines: list[
     assert all(abs(row.planned_host / row.measured_host - 1) <= HOST for row in offloads)
 
 
+def test_hundreds_of_steps_of_other_benches_are_as_planned(compare: Any) -> None:
+    """Nothing was fitted to them: LoRA in bf16 and over a base in fp8, full fine-tuning, two GPUs."""
+    names = ("fp8_speed", "full_speed", "two_gpus")
+    rows = [compare.side(line) for name in names for line in compare.sides(BENCH / "results" / f"{name}_h200.jsonl")]
+    assert len(rows) >= 6
+    assert {row.ranks for row in rows} == {1, 2}
+    for row in rows:
+        assert abs(row.memory_error) <= MEMORY, f"{row.case}: {row.memory_error:+.1%}"
+        assert abs(row.time_error) <= TIME, f"{row.case}: {row.time_error:+.1%}"
+
+
 def test_what_is_said_to_fit_runs_and_what_is_said_not_to_does_not(compare: Any, lines: list[dict[str, Any]]) -> None:
     rungs = [rung for line in lines for rung in compare.rungs(line)]
     assert len(rungs) > 20
