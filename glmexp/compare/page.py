@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from glmexp.compare.pairs import Difference, read_lines
-from glmexp.compare.runs import Run
+from glmexp.compare.runs import Run, whole
 from glmexp.compare.table import LOWER_IS_BETTER, Table
 from glmexp.config.errors import ConfigError, DataError, Problem
 from glmexp.tracker.outcome import LOSS, trained_s, trained_tokens
@@ -209,7 +209,8 @@ def _sample_files(run: Run) -> list[int]:
 def _sample_rows(run: Run, step: int) -> list[dict[str, Any]]:
     assert run.folder is not None, "it has samples"
     file = run.folder / "samples" / f"step-{step}.jsonl"
-    rows = list(read_lines(file))
+    with whole(file):
+        rows = list(read_lines(file))
     for number, row in enumerate(rows, start=1):
         if not {"prompt", "expected", "generated"} <= row.keys():
             raise DataError(Problem(f"{file}:{number}", "is no generated answer", "leave this folder out"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glmexp.compare.runs import Run
+from glmexp.compare.runs import Run, whole
 from glmexp.compare.statistics import FEWEST, Interval, paired
 from glmexp.config.errors import DataError, Problem
 from glmexp.eval.answers import example_key
@@ -69,13 +69,17 @@ def scores(run: Run) -> dict[str, Scores]:
             newest[hook] = max(newest.get(hook, (-1, file)), (step, file))
     all_scores: dict[str, Scores] = {}
     for hook, (_, file) in sorted(newest.items()):
-        all_scores |= _generated(file) if hook == "generate" else _scored(hook, file)
+        with whole(file):
+            all_scores |= _generated(file) if hook == "generate" else _scored(hook, file)
     return all_scores
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a JSON lines file. Raises DataError with file and line."""
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(): U+2028 and U+0085 stand in answers.
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line:
+            continue
         try:
             yield json.loads(line)
         except json.JSONDecodeError as error:

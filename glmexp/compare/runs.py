@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ METRICS = "metrics.jsonl"
 COMPARED = ("train", "trainer", "evaluate")
 """Entries whose runs have something to compare; others lie beside them in the same folder."""
 RUNNING, UNFINISHED = "running", "unfinished"
+_ENDED = ("finished", "stopped", "failed")
 _DEPTH = 2
 """Folders below a named one in which runs are looked for: ``outputs`` holds ``<name>/<time>``."""
 Metrics = dict[int, dict[str, float]]
@@ -121,11 +124,20 @@ def _read(place: Path, trial: trials.Trial | None, swept: tuple[str, ...], named
     config, environment = _config(place), _json(place / folder.ENVIRONMENT)
     metrics = read_metrics(place / METRICS) if (place / METRICS).exists() else {}
     status = _json(place / folder.STATUS)
-    state, reason = _state(place, status)
+    with whole(place / folder.STATUS):
+        state, reason = _state(place, status)
+        ended = datetime.fromisoformat(status["time"]) if status["state"] in _ENDED else None
     if trial is not None and trial.state in trials.OUTCOMES:
         state, reason = trial.state, trial.reason
-    model = _json(place / folder.MODEL) if (place / folder.MODEL).exists() else {}  # older runs have none
-    results = _results(metrics, model, status, environment)
+    results = outcome(metrics)
+    with whole(place / folder.ENVIRONMENT):
+        if ended is not None and "started" in environment:
+            # From the last start to the end.
+            results["time/wall_s"] = (ended - datetime.fromisoformat(environment["started"])).total_seconds()
+    with whole(place / folder.MODEL):
+        model = _json(place / folder.MODEL) if (place / folder.MODEL).exists() else {}  # older runs have none
+        if "trainable_parameters" in model:
+            results["model/trainable_parameters"] = float(model["trainable_parameters"])
     return Run(name, place, place, state, reason, config, environment, metrics, results, swept, named)
 
 
@@ -162,15 +174,24 @@ def _json(file: Path) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def whole(file: Path) -> Iterator[None]:
+    """Around what takes values out of ``file``: what is not there, or is another thing, is the file's fault."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _broken(file, f"is not what a run writes: {type(error).__name__}: {error}") from error
+
+
 def _broken(file: Path, found: str) -> ConfigError:
     return ConfigError(Problem(str(file), found, "restore the file, or leave this folder out"))
 
 
 def _state(place: Path, status: dict[str, Any]) -> tuple[str, str]:
     """(state, reason) as the run itself left them."""
-    if "state" not in status:
+    if not isinstance(status.get("state"), str):
         raise _broken(place / folder.STATUS, "names no state")
-    state = str(status["state"])
+    state = status["state"]
     if state in ("starting", "running"):
         if _worked_on(place):
             return RUNNING, ""
@@ -191,25 +212,3 @@ def _worked_on(place: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _results(
-    metrics: Metrics, model: dict[str, Any], status: dict[str, Any], environment: dict[str, Any]
-) -> dict[str, float]:
-    """What came out, in the order of the columns."""
-    results = outcome(metrics)
-    wall = _wall_s(environment, status)
-    if wall is not None:
-        results["time/wall_s"] = wall
-    if "trainable_parameters" in model:
-        results["model/trainable_parameters"] = float(model["trainable_parameters"])
-    return results
-
-
-def _wall_s(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
-    """Seconds from the last start to the end; None while it goes on."""
-    from datetime import datetime
-
-    if status["state"] not in ("finished", "stopped", "failed") or "started" not in environment:
-        return None
-    return (datetime.fromisoformat(status["time"]) - datetime.fromisoformat(environment["started"])).total_seconds()

@@ -94,7 +94,8 @@ def write_table(folder: Path, prefix: str, table: str) -> None:
     steps = sorted(int(path.stem.rpartition("-")[2]) for path in folder.glob(f"{prefix}step-*.jsonl"))
     columns = []
     for step in steps:
-        lines = (folder / f"{prefix}step-{step}.jsonl").read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): U+2028 and U+0085 stand in answers.
+        lines = (folder / f"{prefix}step-{step}.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
         columns.append([json.loads(line) for line in lines])
     rows = max(columns, key=len)
     # utf-8-sig: spreadsheet programs take a file without the mark for the system's code page.

@@ -11,6 +11,7 @@ from typing import Any
 from glmexp.config.errors import DataError, Problem
 
 STEP = "step"
+_FIX = "mend or delete that line"
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -63,11 +64,23 @@ def _plain(value: float | list[float]) -> Any:
 
 def _parse(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            Problem(str(path), f"is no text: byte {error.start} is not UTF-8", "restore the file")
+        ) from error
     # What stands behind the last line end was being written when the run was killed.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            lines.append(json.loads(line))
+            found = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(Problem(f"{path}:{number}", f"broken JSON: {error.msg}")) from error
+            raise DataError(Problem(f"{path}:{number}", f"broken JSON: {error.msg}", _FIX)) from error
+        if not isinstance(found, dict) or type(found.get(STEP)) is not int or not all(map(_is_number, found.values())):
+            raise DataError(Problem(f"{path}:{number}", "is not a step and its numbers", _FIX))
+        lines.append(found)
     return lines
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | list) or (isinstance(value, str) and value in _WORDS)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from glmexp.compare.__main__ import main
-from glmexp.compare.pairs import NO_EVIDENCE, differences, scores
+from glmexp.compare.pairs import NO_EVIDENCE, differences, read_lines, scores
 from glmexp.compare.runs import read_all
 from glmexp.compare.table import table
 from glmexp.compare.where import matches, parse
+from glmexp.eval.answers import write_table
 from tests.compare.folders import EXAMPLES, write_lines, write_run, write_sweep
 
 RANK, BUCKET, SEED = "method.rank", "zero.reduce_bucket_size", "train.seed"
@@ -285,6 +286,46 @@ def test_broken_folders_are_all_named_at_once(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "empty" / "sweep.json").write_text("{}")
     assert main([str(tmp_path / "empty")]) == 2
     assert "is no record of a sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("metrics.jsonl", "[1]\n", "metrics.jsonl:1: is not a step and its numbers"),
+        ("metrics.jsonl", '{"step": 1, "train/loss": null}\n', "metrics.jsonl:1: is not a step and its numbers"),
+        ("metrics.jsonl", '{"step": 1, "train/loss": "low"}\n', "metrics.jsonl:1: is not a step and its numbers"),
+        ("metrics.jsonl", '{"train/loss": 1.0}\n', "metrics.jsonl:1: is not a step and its numbers"),
+        ("metrics.jsonl", "\udcff\n", "metrics.jsonl: is no text: byte 0 is not UTF-8"),
+        ("status.json", '{"state": 5}', "status.json: names no state"),
+        ("status.json", '{"state": "finished", "time": "noon"}', "status.json: is not what a run writes"),
+        ("environment.json", '{"started": 7}', "environment.json: is not what a run writes"),
+        ("model.json", '{"trainable_parameters": "x"}', "model.json: is not what a run writes"),
+        (
+            "samples/loss-scores-step-20.jsonl",
+            '{"example": "a", "loss": 1.0}\n5\n',
+            "scores-step-20.jsonl: is not what",
+        ),
+        ("samples/loss-scores-step-20.jsonl", "\udcff\n", "loss-scores-step-20.jsonl: is not what a run writes"),
+        ("samples/step-20.jsonl", '{"prompt": "a"}\n', "step-20.jsonl: is not what a run writes"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: str, told: str
+) -> None:
+    place = write_run(tmp_path / "run")
+    (place / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+    other = write_run(tmp_path / "other", {RANK: 2})
+    assert main([str(other), str(place)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_answers_with_separators_of_lines_in_them_are_read_back(tmp_path: Path) -> None:
+    answer = {"prompt": "一\u2028二\u0085三", "expected": "b\u2028c", "generated": "\u2029", "exact": False}
+    place = write_run(tmp_path / "run")
+    write_lines(place / "samples" / "step-20.jsonl", [answer])
+    write_table(place / "samples", "", "answers")
+    assert list(read_lines(place / "samples" / "step-20.jsonl")) == [answer]
+    assert "eval/generate/exact_match" in scores(read_all([place])[0])
 
 
 def test_a_difference_is_claimed_where_there_is_one_and_only_there(
