@@ -7,7 +7,8 @@
 One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; seconds of the first generation
 (compiling and recording), then the median TPOT of five generations of 64 tokens, the share of the bandwidth that a
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
-coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots in place of flash decoding. ``error``: two
+coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots, ``..._library`` with PyTorch's kernels and
+multiplies with cuBLAS, ``..._attend`` does the latter alone. ``products``: see ``one_row.py``. ``error``: two
 layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
 float32, relative to those of transformers' generate in bf16 (1.2 is allowed). Measured: results/decoding_h200.jsonl.
 With several ranks ``ways`` is tensor parallel; ``..._nccl`` sums by NCCL, not through the other GPUs' memory, and
@@ -31,11 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from glmexp.entry.measure import Asked, copy_rate, ours, synchronize, transformers_generate, weights_read
+from glmexp.model import decoder as decoder_module
 from glmexp.model import peer_sum, slots, tensor_parallel
 from glmexp.model.auto import register_networks
 from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
 from glmexp.model.decoder import Decoder, Way
 from glmexp.model.random_init import build
+from glmexp.model.step_ops import has_triton, takes_rows
 from glmexp.model.varlen import has_kernel
 
 WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
@@ -49,8 +52,8 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "compiled_nccl": ("compiled", None),
     "static_nccl": ("static", None),
     "whole": ("compiled", None),
-    "whole_attend": ("compiled", None),
     "compiled_attend": ("compiled", None),
+    "compiled_library": ("compiled", None),
 }
 NEW = 64
 STOP, PAD = [1], 0
@@ -60,7 +63,7 @@ GMASK, SOP = 130001, 130004
 def main() -> None:
     """One part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["ways", "error", "sums", "shared"], nargs="+", required=True)
+    parser.add_argument("--part", choices=["ways", "error", "sums", "shared", "products"], nargs="+", required=True)
     parser.add_argument("--ways", nargs="*", default=["plain", "graph", "compiled", "tuned"])
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
     parser.add_argument("--prompt", type=int, default=128)
@@ -73,7 +76,7 @@ def main() -> None:
     peer_sum.LIMIT_NS = 20_000_000_000
     register_networks()
     for part in args.part:
-        {"ways": ways, "error": error, "sums": sums, "shared": shared}[part](args)
+        {"ways": ways, "error": error, "sums": sums, "shared": shared, "products": products}[part](args)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -147,7 +150,9 @@ def summing(name: str) -> Iterator[None]:
 def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> None:
     """First generation, five more, kernels of a step."""
     decoder = None if name == "plain" else Decoder(network, *WAYS[name])
-    slots.OWN_KERNEL = name.endswith("_attend")
+    library = name.endswith("_library")
+    slots.has_triton = (lambda: False) if library else has_triton  # type: ignore[attr-defined]
+    decoder_module.takes_rows = (lambda _: False) if library or name.endswith("_attend") else takes_rows
     slots.has_kernel = (lambda _: False) if name.endswith("_masked") else has_kernel  # type: ignore[attr-defined]
     side = transformers_generate(network) if decoder is None else ours(decoder)
     began = time.perf_counter()
@@ -203,13 +208,15 @@ def error(args: argparse.Namespace) -> None:
         exact: Any = build(config, torch.float32, "sdpa", 0).to(place()).eval()
         network: Any = build(config, torch.bfloat16, "sdpa", 0).to(place()).eval()
         exact.load_state_dict({name: tensor.float() for name, tensor in network.state_dict().items()})
-        ids, real = padded(family, 8, args.prompt)
-        plain = step_logits(network, ids, real, None)
-        for name in ("static", *([] if args.small else ["graph", "compiled"])):
-            decoder = Decoder(network, *WAYS[name])
-            found = step_logits(network, ids, real, decoder)
-            off, allowed, rows = errors(exact, ids, real, found, plain)
-            say(family=family, way=name, error=off, plain=allowed, ratio=round(off / allowed, 3), rows=rows)
+        recorded = ["static"] if args.small else ["static", "graph", "compiled"]
+        for batch, names in ((8, recorded), (1, recorded[:2])):
+            ids, real = padded(family, batch, args.prompt)
+            plain = step_logits(network, ids, real, None)
+            for name in names:
+                found = step_logits(network, ids, real, Decoder(network, *WAYS[name]))
+                off, allowed, rows = errors(exact, ids, real, found, plain)
+                ratio = round(off / allowed, 3)
+                say(family=family, way=name, batch=batch, error=off, plain=allowed, ratio=ratio, rows=rows)
 
 
 Found = tuple[Tensor, Tensor]
@@ -279,6 +286,9 @@ def shared(args: argparse.Namespace) -> None:
 
 def sums(args: argparse.Namespace) -> None:
     """56 sums over the ranks of one token's hidden states, in one CUDA graph."""
+    if not dist.is_initialized():
+        sums_on_one()
+        return
     began = time.perf_counter()
     peer_sum.connect(4096, torch.bfloat16, place())
     say(sums=peer_sum.words(), connect_s=round(time.perf_counter() - began, 2))
@@ -299,6 +309,37 @@ def sums(args: argparse.Namespace) -> None:
                     say(sum=name, rows=rows, warps=warps, us_each=round(timed(one, 56), 2))
                 except Exception as error:  # noqa: BLE001 - what this machine does not offer
                     say(sum=name, rows=rows, failed=f"{type(error).__name__}: {error}"[:600])
+
+
+def sums_on_one() -> None:
+    """Two ranks as two streams of one GPU: the kernel without what lies between GPUs."""
+    memory = torch.zeros(2, peer_sum.PeerMemory.size_of(4096, 2), dtype=torch.int64, device=place())
+    two = [peer_sum.PeerMemory([row.data_ptr() for row in memory], rank, 4096, torch.bfloat16) for rank in range(2)]
+    streams = [torch.cuda.Stream() for _ in two]
+    part = torch.ones(1, 1, 4096, dtype=torch.bfloat16, device=place())
+    peer_sum.TRIAL_NS = 1_000_000_000
+
+    def chain(weight: Tensor | None) -> None:
+        for one, stream in zip(two, streams, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(56):
+                    one.sum(part, part, weight, 1e-5, trial=True)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    for name, weight in (("residual", None), ("residual and norm", part[0, 0].clone())):
+        for one in two:  # compiled before one waits for the other
+            one.sum(part, part, weight, 1e-5, trial=True)
+        synchronize()
+        say(sum=f"own with {name}, two ranks on one GPU", us_each=round(timed(lambda w=weight: chain(w), 1) / 56, 2))
+
+
+def products(args: argparse.Namespace) -> None:
+    """One row's products; parts that follow decode with the sizes that were fastest."""
+    import one_row
+
+    one_row.main()
 
 
 def by_nccl(part: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from glmexp.model.choosing import Choosing, choose
 from glmexp.model.positions import derive_positions
 from glmexp.model.prefix import prefix_states
 from glmexp.model.slots import SLOTS, LayerSlots, SlotCache
+from glmexp.model.step_ops import one_row, takes_rows
 
 Way = Literal["static", "graph", "compiled"]
 """static: call by call; graph: one CUDA graph a token; compiled: the same with compiled blocks."""
@@ -310,7 +311,8 @@ class Step:
                 transformer.prefix_encoder = None
             for index, layer in enumerate(plain):
                 layers[index] = _Layer(layer, self.run_layer, self.cache.layers[index])
-            yield
+            with one_row(layers) if self.key[0] == 1 and takes_rows(network) else _nothing():
+                yield
         finally:
             for index, layer in enumerate(plain):
                 layers[index] = layer

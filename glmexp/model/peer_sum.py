@@ -22,32 +22,28 @@ TRIAL_NS, LIMIT_NS = 20_000_000_000, 600_000_000_000
 
 
 class PeerMemory:
-    """Memory of every rank that all ranks write to (torch's symmetric memory, without NVLink multicast)."""
+    """Memory of every rank that all ranks write to, and the kernel that does."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
-        """Collective. Raises where this machine has no such memory."""
-        # Nothing here multicasts, and setting it up touches the switch that the machine's other GPUs share.
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        import torch.distributed._symmetric_memory as symmetric
-
+    def __init__(self, addresses: list[int], rank: int, width: int, dtype: torch.dtype) -> None:
+        """``addresses``: where this process finds each rank's memory, ``size_of`` int64 that are 0 before the first
+        call. ``width``: of a row of numbers of ``dtype``."""
         from glmexp.model import peer_kernel
 
         self.kernel, self.width, self.dtype = peer_kernel.sum_rows, width, dtype
+        self.rank, self.ranks = rank, len(addresses)
         self.words = width // 4
         self.block = 1 << (self.words - 1).bit_length()
         self.warps = max(1, min(32, self.block // 32))
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        device = torch.device("cuda", torch.cuda.current_device())
-        group = dist.group.WORLD
-        assert group is not None, "ranks share a process group"
-        size = 2 * MOST_ROWS * self.ranks * self.words * 2
-        self.memory = symmetric.empty(size, dtype=torch.int64, device=device).zero_()
-        torch.cuda.synchronize()
-        self.handle = symmetric.rendezvous(self.memory, group)
-        offset = self.memory.data_ptr() - self.handle.buffer_ptrs[self.rank]
-        addresses = [pointer + offset for pointer in self.handle.buffer_ptrs]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
-        self.calls = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        self.calls = torch.zeros(MOST_ROWS, dtype=torch.int32, device=self.device)
+        self.owner: Any = None
+        """Keeps the memory."""
+
+    @staticmethod
+    def size_of(width: int, ranks: int) -> int:
+        """int64 of each rank: two buffers, a row's words twice as long as they are, from each rank."""
+        return 2 * MOST_ROWS * ranks * (width // 4) * 2
 
     def takes(self, part: Tensor) -> bool:
         """Whether the kernel sums ``part`` (..., width): the same answer on all ranks."""
@@ -71,12 +67,10 @@ class PeerMemory:
 
     def is_right(self) -> bool:
         """A trial on random numbers: what the kernel gives is what the process group gives, rounded once."""
-        chance = torch.Generator(self.memory.device).manual_seed(1 + self.rank)
+        chance = torch.Generator(self.device).manual_seed(1 + self.rank)
         right = True
         for rows in (1, 3, MOST_ROWS, 1):  # both buffers, and rows that are called more often than others
-            part, residual = torch.randn(
-                2, rows, self.width, generator=chance, device=self.memory.device, dtype=self.dtype
-            )
+            part, residual = torch.randn(2, rows, self.width, generator=chance, device=self.device, dtype=self.dtype)
             residual = residual.clone()
             dist.broadcast(residual, 0)
             weight = residual[0].contiguous()
@@ -89,6 +83,25 @@ class PeerMemory:
             right &= torch.allclose(total.float(), exact, rtol=step, atol=step)
             right &= torch.allclose(normed.float(), norm.float(), rtol=step, atol=step)
         return right
+
+
+def shared_memory(width: int, dtype: torch.dtype) -> PeerMemory:
+    """Memory of all ranks, by torch's symmetric memory without NVLink multicast. Collective. Raises where this machine
+    has none."""
+    # Nothing here multicasts, and setting it up touches the switch that the machine's other GPUs share.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    import torch.distributed._symmetric_memory as symmetric
+
+    group = dist.group.WORLD
+    assert group is not None, "ranks share a process group"
+    device = torch.device("cuda", torch.cuda.current_device())
+    own = symmetric.empty(PeerMemory.size_of(width, dist.get_world_size()), dtype=torch.int64, device=device).zero_()
+    torch.cuda.synchronize()
+    handle = symmetric.rendezvous(own, group)
+    offset = own.data_ptr() - handle.buffer_ptrs[dist.get_rank()]
+    found = PeerMemory([pointer + offset for pointer in handle.buffer_ptrs], dist.get_rank(), width, dtype)
+    found.owner = (own, handle)
+    return found
 
 
 memory: PeerMemory | None = None
@@ -106,7 +119,7 @@ def connect(width: int, dtype: torch.dtype, device: torch.device) -> None:
         return
     found: PeerMemory | None = None
     try:
-        found = PeerMemory(width, dtype)
+        found = shared_memory(width, dtype)
     except Exception as error:  # noqa: BLE001 - whatever this machine lacks, NCCL is there
         _why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     if not _all(found is not None):

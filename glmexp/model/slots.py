@@ -18,36 +18,19 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from glmexp.model import step_ops
+from glmexp.model.step_ops import has_triton
 from glmexp.model.varlen import has_kernel
 
 SLOTS = "slots"
 """Attention kind of a decoding step."""
 
 
-OWN_KERNEL = False
-"""``slots_kernel`` in place of PyTorch's flash attention."""
-
-
 def register() -> None:
     """Make ``attn_implementation="slots"`` known to transformers."""
-    if not hasattr(torch.ops.glmexp, "attend_slots"):
-        define()
+    step_ops.define()
     AttentionInterface.register(SLOTS, slots_attention)
     AttentionMaskInterface.register(SLOTS, sdpa_mask)
-
-
-def define() -> None:
-    """``torch.ops.glmexp.attend_slots``: the kernel as an operator that torch.compile leaves whole."""
-
-    @torch.library.custom_op("glmexp::attend_slots", mutates_args=())
-    def attend_slots(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float) -> Tensor:
-        from glmexp.model import slots_kernel
-
-        return slots_kernel.attention(query, keys, values, used, scaling)
-
-    @attend_slots.register_fake
-    def _(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float) -> Tensor:
-        return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 class Filled(NamedTuple):
@@ -198,14 +181,15 @@ def slots_attention(
     """One new token a row against its slots. ``query`` (batch, heads, 1, head_size); ``key``, ``value`` (batch, slots,
     groups, head_size). Returns (batch, 1, heads, head_size) and None for the weights.
 
-    On a GPU flash attention for one query (Dao 2023, flash decoding) reads the used slots only. Elsewhere the heads of
-    a group are the queries of one attention, so that nothing is repeated.
+    On a GPU a kernel reads the used slots only: our own, or PyTorch's flash attention where there is no Triton.
+    Elsewhere the heads of a group are the queries of one attention, so that nothing is repeated.
     """
     assert filled is not None, "a step says which slots are filled"
     assert attention_mask is None and query.shape[2] == 1, "slots are for one token a row"  # noqa: PT018
     batch, heads, _, head_size = query.shape
     slots, groups = key.shape[1:3]
-    if has_kernel(query) and OWN_KERNEL:
+    if has_kernel(query) and has_triton():
+        assert scaling is not None, "attention says how it scales"
         context = torch.ops.glmexp.attend_slots(query.flatten(1, 2), key, value, filled.used, scaling)
         return context.view(batch, 1, heads, head_size), None
     if has_kernel(query):

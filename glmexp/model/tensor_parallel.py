@@ -104,17 +104,19 @@ def shares(rows: Tensor, sections: tuple[int, ...], rank: int, ranks: int) -> Te
     return torch.cat([part.chunk(ranks)[rank] for part in rows.split(sections)])
 
 
-class ColumnParallel(nn.Module):
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer with copies of ``weight`` (out, in) and ``bias`` (out,)."""
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = _frozen(weight)
+    layer.bias = None if bias is None else _frozen(bias)  # type: ignore[assignment]  # as torch has it
+    return layer
+
+
+def column_parallel(whole: nn.Linear, sections: tuple[int, ...], rank: int, ranks: int) -> nn.Linear:
     """A share of a linear layer's outputs."""
-
-    def __init__(self, whole: nn.Linear, sections: tuple[int, ...], rank: int, ranks: int) -> None:
-        super().__init__()
-        self.weight = _frozen(shares(whole.weight, sections, rank, ranks))
-        self.bias = None if whole.bias is None else _frozen(shares(whole.bias, sections, rank, ranks))
-
-    def forward(self, states: Tensor) -> Tensor:
-        """``states`` (..., in) to (..., share of out)."""
-        return nn.functional.linear(states, self.weight, self.bias)
+    bias = None if whole.bias is None else shares(whole.bias, sections, rank, ranks)
+    return _linear(shares(whole.weight, sections, rank, ranks), bias)
 
 
 class RowParallel(nn.Module):
@@ -123,13 +125,12 @@ class RowParallel(nn.Module):
     def __init__(self, whole: nn.Linear, rank: int, ranks: int, sums: bool) -> None:
         super().__init__()
         self.sums = sums
-        self.weight = _frozen(whole.weight.chunk(ranks, dim=1)[rank])
         # Rank 0 brings the bias, so that it is added once.
-        self.bias = None if whole.bias is None or rank else _frozen(whole.bias)
+        self.part = _linear(whole.weight.chunk(ranks, dim=1)[rank], None if rank else whole.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         """``states`` (..., share of in) to (..., out)."""
-        part = nn.functional.linear(states, self.weight, self.bias)
+        part = self.part(states)
         return torch.ops.glmexp.sum_over_ranks(part, None) if self.sums else part
 
 
@@ -186,8 +187,10 @@ def share_out(network: Any, family: Family, rank: int, ranks: int) -> Any:
         if cut is None:
             continue
         found.add(name)
-        new = RowParallel(layer, rank, ranks, sums=not blocks) if cut.sections is None else None
-        setattr(parent, name, new or ColumnParallel(layer, cut.sections or (), rank, ranks))
+        if cut.sections is None:
+            setattr(parent, name, RowParallel(layer, rank, ranks, sums=not blocks))
+        else:
+            setattr(parent, name, column_parallel(layer, cut.sections, rank, ranks))
     assert found == set(kinds), f"no linear layer is called {sorted(set(kinds) - found)}"
     _share_heads(network, ranks)
     network.set_output_embeddings(OutputParallel(network.get_output_embeddings(), rank, ranks))

@@ -183,6 +183,37 @@ def test_blocks_are_compiled_once(family: str) -> None:
     torch._dynamo.reset()
 
 
+def test_one_row_has_products_of_its_own_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the operator is the plain product: which layers have it, when, and that blocks share what is compiled."""
+    import torch._dynamo
+
+    from glmexp.model import decoder as module
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(module, "takes_rows", lambda network: True)
+    graphs: list[int] = []
+
+    def counting(graph: Any, example: Any) -> Any:
+        graphs.append(sum("row_product" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    model = network("chatglm3", "sdpa")
+    ids, real = prompts("chatglm3", 6)
+    decoder = Decoder(model, "static")
+    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend=counting)
+    found = decoder.generate(ids, real, 5, [63], PAD, slots=16)
+    assert found.equal(plain(model, ids, real, [63], 5))
+    assert graphs == [4], "four layers a block"
+    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    assert {type(layer) for layer in linears} == {torch.nn.Linear}, "afterwards they are what they were"
+    two = Decoder(model, "static")
+    two.generate(*prompts("chatglm3", 6, 4), 2, [63], PAD, slots=16)
+    assert two.step is not None
+    with two.step.ready():
+        assert {type(layer) for layer in linears} == {torch.nn.Linear}, "and with two rows"
+    torch._dynamo.reset()
+
+
 def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses one more than its limit: with fullgraph that is an error."""
     import torch._dynamo

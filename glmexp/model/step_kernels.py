@@ -1,7 +1,6 @@
-"""Attention of one new token a row over its slots in one Triton kernel (flash decoding, Dao 2023).
+"""Triton kernels of a decoding step: attention over slots, and a product of one row.
 
-PyTorch's flash attention takes two: one that attends to parts of the slots, one that puts the parts together. Here the
-program that is done last puts them together. Imported where there is a GPU only: Triton comes with torch for CUDA.
+Imported where there is a GPU only: Triton comes with torch for CUDA. ``step_ops`` has them as operators.
 """
 
 from __future__ import annotations
@@ -10,6 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_MOST_SPLITS = 32
+_PROGRAMS = 264
+"""As many as two on each of an H200's multiprocessors."""
+_BLOCK = 64
+"""Slots that a program looks at together."""
 
 
 @triton.jit
@@ -93,34 +98,95 @@ def attend(
     tl.store(context + rows, (sums / total[:, None]).to(context.dtype.element_ty), mask=inside)
 
 
-MOST_SPLITS = 32
-PROGRAMS = 264
-"""As many as two on each of an H200's multiprocessors."""
-BLOCK = 32
-WARPS = 4
 _arrived: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float) -> Tensor:
-    """``query`` (batch, heads, head_size); ``keys``, ``values`` (batch, slots, groups, head_size), contiguous; ``used``
-    (batch,) int32. Returns (batch, heads, head_size). Nothing waits for the host, addresses may be recorded."""
+    """Attention of one token a row over its used slots (flash decoding, Dao 2023). ``query`` (batch, heads, head_size);
+    ``keys``, ``values`` (batch, slots, groups, head_size), contiguous; ``used`` (batch,) int32. Returns (batch, heads,
+    head_size).
+
+    PyTorch's flash attention takes two kernels: one attends to parts of the slots, one puts the parts together. Here
+    the program that is done last does that.
+    """
     query = query.contiguous()
     batch, heads, size = query.shape
     slots, groups = keys.shape[1:3]
     pairs = batch * groups
-    splits = max(1, min(MOST_SPLITS, -(-slots // BLOCK), PROGRAMS // pairs))
     rows, channels = max(16, _power(heads // groups)), max(16, _power(size))
+    block = _BLOCK if channels <= 128 else _BLOCK // 2
+    splits = max(1, min(_MOST_SPLITS, -(-slots // block), _PROGRAMS // pairs))
     context = torch.empty_like(query)
     parts = torch.empty(pairs, splits, rows, channels, dtype=torch.float32, device=query.device)
     peaks = torch.empty(pairs, splits, 2, rows, dtype=torch.float32, device=query.device)
-    if (query.device, pairs) not in _arrived:
+    if (query.device, pairs) not in _arrived:  # not inside of a recording: every step is called before
         _arrived[query.device, pairs] = torch.zeros(pairs, dtype=torch.int32, device=query.device)
     attend[(pairs, splits)](
         query, keys, values, used, context, parts, peaks, _arrived[query.device, pairs], scaling, slots, GROUPS=groups,
-        HEADS=heads // groups, SIZE=size, M=rows, CHANNELS=channels, BLOCK=BLOCK, SPLITS=splits, num_warps=WARPS,
+        HEADS=heads // groups, SIZE=size, M=rows, CHANNELS=channels, BLOCK=block, SPLITS=splits, num_warps=8,
     )  # fmt: skip
     return context
 
 
 def _power(number: int) -> int:
     return 1 << (number - 1).bit_length()
+
+
+@triton.jit
+def product(
+    states,
+    weight,
+    bias,
+    out,
+    rows,
+    columns,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``out`` (rows,) = ``weight`` (rows, columns) ``states`` (columns,) + ``bias`` (rows,), summed in float32."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    there = row < rows
+    place = weight + row.to(tl.int64)[:, None] * columns + column[None, :]
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in tl.range(0, columns, BLOCK, num_stages=STAGES):
+        if EVEN:
+            x = tl.load(states + start + column)
+            w = tl.load(place + start, mask=there[:, None], other=0.0, eviction_policy="evict_first")
+        else:
+            inside = start + column < columns
+            x = tl.load(states + start + column, mask=inside, other=0.0)
+            mask = there[:, None] & inside[None, :]
+            w = tl.load(place + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        total += w.to(tl.float32) * x.to(tl.float32)[None, :]
+    result = tl.sum(total, 1)
+    if BIAS:
+        result += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=there)
+
+
+SIZES: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+"""Of a weight's shape, where not ``size_of``: rows and columns of a program, its warps, its stages."""
+
+
+def size_of(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Rows and columns that a program looks at together, its warps and stages."""
+    return (2, 2048, 4, 1) if rows > 2 * columns else (4, 2048, 8, 1)
+
+
+def row_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer on one row: ``states`` (..., in) of which all but the last dimension are 1, to (..., out).
+
+    A reduction reads the weights as fast as memory gives them; cuBLAS pads the row to a tile of its matrix units.
+    """
+    rows, columns = weight.shape
+    out = torch.empty(*states.shape[:-1], rows, dtype=states.dtype, device=states.device)
+    height, block, warps, stages = SIZES.get((rows, columns)) or size_of(rows, columns)
+    product[(-(-rows // height),)](
+        states.contiguous(), weight, weight if bias is None else bias, out, rows, columns, BIAS=bias is not None,
+        ROWS=height, BLOCK=block, EVEN=columns % block == 0, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return out
