@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MOST_SPLITS = 32
+MOST_SPLITS = 32
 _PROGRAMS = 264
 """As many as two on each of an H200's multiprocessors."""
 _BLOCK = 64
@@ -115,7 +115,7 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling
     pairs = batch * groups
     rows, channels = max(16, _power(heads // groups)), max(16, _power(size))
     block = _BLOCK if channels <= 128 else _BLOCK // 2
-    splits = max(1, min(_MOST_SPLITS, -(-slots // block), _PROGRAMS // pairs))
+    splits = max(1, min(MOST_SPLITS, -(-slots // block), _PROGRAMS // pairs))
     context = torch.empty_like(query)
     parts = torch.empty(pairs, splits, rows, channels, dtype=torch.float32, device=query.device)
     peaks = torch.empty(pairs, splits, 2, rows, dtype=torch.float32, device=query.device)
