@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from glmexp.config import inference_rules
 from glmexp.config.data_rules import BUILTIN, HUB
 from glmexp.config.entries import SERVES
 from glmexp.config.errors import Problem
@@ -59,6 +60,13 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
             f"{generate.max_new_tokens} tokens of an answer leave no room for a prompt in "
             f"generate.max_length={generate.max_length}",
             f"generate.max_new_tokens={max(1, generate.max_length // 2)}, or a larger generate.max_length",
+        )
+    most = inference_rules.positions(config)
+    if most is not None and generate.max_length > most:
+        yield Problem(
+            "generate.max_length",
+            f"{generate.max_length} tokens, and the network was made for {most}",
+            f"generate.max_length={most}",
         )
 
 

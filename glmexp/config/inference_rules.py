@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from glmexp.config import folders
 from glmexp.config.entries import SERVES
 from glmexp.config.errors import Problem
+from glmexp.config.families import FAMILIES
 from glmexp.config.launch_rules import talks
 from glmexp.config.schema import RunConfig
 
@@ -61,26 +63,47 @@ def _placement(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "launcher.nnodes", "placement=tensor_parallel sums twice a block: one machine", "launcher.nnodes=1"
         )
-    if name == "tensor_parallel" and config.model.init == "random":
-        sizes = config.model.sizes
-        parts = {
-            "num_key_value_heads": sizes.num_key_value_heads,
-            "num_attention_heads": sizes.num_attention_heads,
-            "intermediate_size": sizes.intermediate_size,
-        }
-        for key, number in parts.items():
-            if number is not None and number % ranks:
-                yield Problem(
-                    f"model.sizes.{key}",
-                    f"{number} cannot be shared out over {ranks} ranks (placement=tensor_parallel)",
-                    "a number of ranks that divides it",
-                )
+    if name == "tensor_parallel":
+        yield from _shares(config, ranks)
+    if name != "single" and prefix_of_peft(config):
+        yield Problem("placement.name", f"{name} has no place for a prefix of PEFT", "placement=single")
+
+
+def prefix_of_peft(config: RunConfig) -> bool:
+    """What answers has a prefix in the cache that PEFT puts there: an artifact of P-Tuning on Qwen2."""
+    method = config.method.name == "ptuning" and not FAMILIES[config.model.family].native_prefix
+    return method and config.artifact.path is not None
+
+
+def _shares(config: RunConfig, ranks: int) -> Iterator[Problem]:
+    """Each rank has whole heads, whole groups of keys and values and whole columns of the MLP."""
+    section = folders.answering(config)
+    sizes = folders.sizes_of(section)
+    if sizes is None:  # on a hub: the network itself is asked, once it is there
+        return
+    heads = sizes.num_attention_heads
+    parts = {
+        "key/value heads": sizes.num_key_value_heads or heads,
+        "query heads": heads,
+        "columns of the MLP": sizes.intermediate_size,
+    }
+    known = {words: number for words, number in parts.items() if number is not None}
+    fit = [str(count) for count in range(2, 65) if not any(number % count for number in known.values())]
+    words = next((words for words, number in known.items() if number % ranks), None)
+    if words is not None:
+        yield Problem(
+            "launcher.nproc",
+            f"{ranks} ranks do not divide the {known[words]} {words} of {section.path} (placement=tensor_parallel)",
+            f"ranks that do: {', '.join(fit) or 'none, placement=single'}",
+        )
 
 
 def _decoding(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     way = config.decoding.way
     if way in ("graph", "compiled") and not facts.gpus:
         yield Problem("decoding.way", f"{way} needs a GPU", "decoding.way=static, or null")
+    if way not in (None, "plain") and prefix_of_peft(config):
+        yield Problem("decoding.way", f"{way} does not apply to a prefix of PEFT", "decoding.way=plain, or null")
     if way not in (None, "plain") and config.placement.name == "layers":
         yield Problem("decoding.way", f"{way} keeps all on one device, placement=layers does not", "decoding.way=plain")
 
@@ -98,12 +121,16 @@ def _bench(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             yield Problem(f"bench.{key}", "is empty", f"bench.{key}=[1]")
     if bench.plain and config.decoding.way == "plain":
         yield Problem("bench.plain", "true, but decoding.way=plain is what it would compare with", "bench.plain=false")
-    most = config.model.sizes.max_positions
-    longest = max(bench.prompt_lengths, default=0) + bench.new_tokens
-    if config.model.init == "random" and most is not None and longest > most:
+    longest, new, most = max(bench.prompt_lengths, default=0), bench.new_tokens, positions(config)
+    if most is not None and longest + new > most:
         yield Problem(
             "bench.prompt_lengths",
-            f"{longest - bench.new_tokens} and {bench.new_tokens} new tokens are {longest}, and the network ends at "
-            f"model.sizes.max_positions={most}",
-            "shorter ones, or a larger model.sizes.max_positions",
+            f"{longest} and {new} new tokens are {longest + new}, and the network ends at {most}",
+            f"{most - new} at most" if most > new else f"bench.new_tokens={most // 2}, and shorter prompts",
         )
+
+
+def positions(config: RunConfig) -> int | None:
+    """Positions of the network that will answer; None where only its checkpoint on a hub knows them."""
+    sizes = folders.sizes_of(folders.answering(config))
+    return None if sizes is None else sizes.max_positions

@@ -7,12 +7,14 @@ import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from glmexp.config.entries import PLANS
-from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.families import FAMILIES, chatglm_release
+from glmexp.config import folders
+from glmexp.config.entries import PLANS, TRAINS
+from glmexp.config.errors import Problem
+from glmexp.config.families import FAMILIES
 from glmexp.config.schema import AttentionKind, ModelSection, RunConfig
 
-BUILTIN = "builtin:"
+_SHAPES_ONLY = ("plan", "inspect", "doctor")
+"""Entries that load no weights."""
 
 
 def path(model: ModelSection) -> Iterator[Problem]:
@@ -22,36 +24,25 @@ def path(model: ModelSection) -> Iterator[Problem]:
         yield Problem("model.path", "is null: there are no weights to start from", "model.path=FOLDER")
     elif named is not None and named.startswith(("/", "./", "../", "~")) and not Path(named).expanduser().is_dir():
         yield Problem("model.path", f"{named} is no folder", "name the folder with the model's config.json")
-    elif named is not None and model.init == "pretrained":
-        yield from _of_another_family(model, Path(named).expanduser() / "config.json")
 
 
-def _of_another_family(model: ModelSection, file: Path) -> Iterator[Problem]:
-    """Its tokenizer comes before its weights, and would fail in words of its own."""
-    if not file.is_file():
+def folder(config: RunConfig) -> Iterator[Problem]:
+    """The folder that is loaded, as far as its files tell."""
+    weights = config.entry.name not in _SHAPES_ONLY
+    yield from folders.faults(folders.answering(config), weights, exported=config.artifact.path is not None)
+
+
+def length(config: RunConfig) -> Iterator[Problem]:
+    """Rows that are longer than the network of a folder has positions; of a random one see ``sizes``."""
+    found = None if config.model.init == "random" else folders.sizes_of(config.model)
+    if config.entry.name not in (*TRAINS, "plan") or found is None or found.max_positions is None:
         return
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield Problem("model.path", f"{file} is no JSON: {error}", "the file as it was released")
-        return
-    kind = content["model_type"] if isinstance(content, dict) and "model_type" in content else None
-    try:
-        found = chatglm_release(content, None) if kind == "chatglm" else kind
-    except ConfigError as error:
-        yield from error.problems
-        return
-    if found in FAMILIES and found != model.family:
-        yield other_family(model, found)
-
-
-def other_family(model: ModelSection, found: str) -> Problem:
-    """A checkpoint of one family under the option of another."""
-    return Problem(
-        "model.path",
-        f"{model.path} holds a {found} model, model={model.name} is for {model.family}",
-        "choose the model option of that family",
-    )
+    if config.data.max_length > found.max_positions:
+        yield Problem(
+            "data.max_length",
+            f"{config.data.max_length} tokens, and the network of {config.model.path} ends at {found.max_positions}",
+            f"data.max_length={found.max_positions} at most",
+        )
 
 
 def pad_token(model: ModelSection) -> Iterator[Problem]:
@@ -73,7 +64,7 @@ def without_effect(model: ModelSection, explicit: Collection[str]) -> Iterator[P
                 )
         return
     named = model.path if "model.path" in explicit else None
-    if named is not None and not named.startswith(BUILTIN) and not Path(named).expanduser().is_dir():
+    if named is not None and not named.startswith(folders.BUILTIN) and not Path(named).expanduser().is_dir():
         yield Problem(
             "model.path",
             f"{named} without effect: with model.init=random only a folder's tokenizer is read, and this is none",

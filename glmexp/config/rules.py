@@ -308,6 +308,8 @@ def _keep_best(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from model_rules.path(config.model)
+    yield from model_rules.folder(config)
+    yield from model_rules.length(config)
     yield from model_rules.pad_token(config.model)
     yield from model_rules.without_effect(config.model, facts.explicit)
     yield from model_rules.sizes(config.model, config.data.max_length)

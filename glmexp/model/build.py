@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from glmexp.config import folders
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.families import FAMILIES
-from glmexp.config.model_rules import other_family
 from glmexp.config.schema import ModelSection
 from glmexp.model import vocabulary
 from glmexp.model.auto import config_json, known_tokenizer, register_networks
@@ -156,7 +156,9 @@ def _pretrained_config(model: ModelSection) -> PreTrainedConfig:
     except OSError as error:
         raise _unreachable(model, error) from error
     if not trusted:
-        _check_family(model, config)
+        problems = [*folders.of_another(model, config_json(location(model)))]
+        if problems:
+            raise ArtifactError(*problems)
     _check_window(model, config)
     return config
 
@@ -169,20 +171,12 @@ def foreign_code(model: ModelSection) -> list[str]:
     if model.init == "random":
         return []
     content = config_json(location(model))
-    kind, code = content.get("model_type"), content.get("auto_map")
-    if kind in NATIVE or not code:
+    if content.get("model_type") in NATIVE or not content.get("auto_map"):
         return []
-    files = sorted({f"{str(place).split('--')[-1].rsplit('.', 1)[0]}.py" for place in code.values()})
-    if model.trust_remote_code:
-        return files
-    raise ArtifactError(
-        Problem(
-            "model.path",
-            f"{model.path} holds a {kind} model, which is not known here, and brings code of its own for it "
-            f"({', '.join(files)}); it was not run",
-            "read that code, then model.trust_remote_code=true runs it; or name a ChatGLM or Qwen2 folder",
-        )
-    )
+    problems = [*folders.of_another(model, content)]
+    if problems:
+        raise ArtifactError(*problems)
+    return folders.code_files(content)
 
 
 def announce_code(model: ModelSection) -> None:
@@ -195,13 +189,6 @@ def announce_code(model: ModelSection) -> None:
             else (f"without effect: the network of {model.path} is known, no code of it is run")
         )
         print(f"model.trust_remote_code=true: {done}", flush=True)
-
-
-def _check_family(model: ModelSection, config: object) -> None:
-    """Raise ArtifactError when config.json is of another family than the option says."""
-    found = getattr(config, "release", None) or getattr(config, "model_type", None)
-    if found != model.family:
-        raise ArtifactError(other_family(model, str(found)))
 
 
 def _check_window(model: ModelSection, config: object) -> None:

@@ -8,16 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
+from glmexp.config.folders import config_json, folder_of, sizes_in
 from glmexp.config.memory import split
-from glmexp.config.model_rules import BUILTIN
-from glmexp.config.schema import ModelSection, RunConfig, Sizes
+from glmexp.config.schema import ModelSection, RunConfig
 
-_SHIPPED = Path(__file__).resolve().parents[1] / "model" / "tiny"
 REST = -1
 """Layer number of what is in no block."""
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads")
@@ -119,31 +117,21 @@ class Model:
         ]
 
 
-def config_json(model: ModelSection) -> dict[str, Any] | None:
-    """config.json of a folder on this machine; None: random weights, or a checkpoint on a hub."""
-    if model.init == "random" or model.path is None:
-        return None
-    shipped = model.path.startswith(BUILTIN)
-    folder = _SHIPPED / model.path.removeprefix(BUILTIN) if shipped else Path(model.path).expanduser()
-    file = folder / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
 def network_of(model: ModelSection) -> Network:
     """Sizes of the network that will be built.
 
     A checkpoint on a hub is not asked for: the sizes of its option hold, which are those of the released one.
     """
     content = config_json(model)
-    names = FAMILIES[model.family].sizes
     sizes, source = model.sizes, "model.sizes"
     if content is None:
         content = {}
         if model.init == "pretrained":
             source = f"model.sizes, which are those of the released checkpoint ({model.path} is not on this machine)"
     else:
-        sizes = Sizes(**{name: content.get(names.get(name, "")) for name in Sizes.__dataclass_fields__})
+        sizes = sizes_in(content, model.family)
         source = f"config.json of {model.path}"
+        names = FAMILIES[model.family].sizes
         absent = [names[name] for name in _NEEDED if getattr(sizes, name) is None]
         if absent:
             raise ArtifactError(
@@ -184,8 +172,9 @@ def _tokens(model: ModelSection) -> int:
     """
     if model.init == "random" or not model.add_tokens or model.path is None:
         return 0
-    shipped = model.path.startswith(BUILTIN)
-    folder = _SHIPPED / model.path.removeprefix(BUILTIN) if shipped else Path(model.path).expanduser()
+    folder = folder_of(model)
+    if folder is None:
+        return 0
     file = folder / "tokenizer.json"
     if not file.is_file():
         return 0

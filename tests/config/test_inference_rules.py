@@ -33,11 +33,18 @@ def test_one_rank_where_more_would_do_the_same() -> None:
         (("entry=bench", "bench.prompt_lengths=[]"), "bench.prompt_lengths: is empty"),
         (("entry=bench", "bench.plain=true", "decoding.way=plain"), "is what it would compare with"),
         (("entry=bench", "launcher.nproc=2"), "2 ranks would measure the same"),
-        (("entry=bench", "model.init=random", "bench.new_tokens=2000"), "model.sizes.max_positions=2048"),
+        (("entry=bench", "model.init=random", "bench.new_tokens=2000"), "and the network ends at 2048"),
         (
             ("entry=bench", "placement=tensor_parallel", "model.init=random", "launcher.nproc=4"),
-            "model.sizes.num_key_value_heads: 2 cannot be shared out over 4 ranks",
+            "launcher.nproc: 4 ranks do not divide the 2 key/value heads of builtin:tiny (placement=tensor_parallel)",
         ),
+        (("entry=evaluate", "placement=tensor_parallel", "launcher.nproc=3"), "ranks that do: 2"),
+        (
+            ("entry=bench", "bench.prompt_lengths=[2000]"),
+            "2000 and 128 new tokens are 2128, and the network ends at 2048",
+        ),
+        (("entry=generate", "generate.max_length=4096"), "4096 tokens, and the network was made for 2048"),
+        (("data.max_length=4096",), "4096 tokens, and the network of builtin:tiny ends at 2048"),
     ],
 )
 def test_what_has_no_effect_or_cannot_be_is_refused(words: tuple[str, ...], part: str) -> None:
