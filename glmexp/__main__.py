@@ -88,6 +88,9 @@ def _run(words: list[str], arguments: Arguments, world_size: int | None) -> int:
         print(f"warning: {warning}", file=sys.stderr)
     if any(trial.entry.name == "plan" for trial in asked.trials):
         return _plan(asked)
+    from glmexp.entry.before import check
+
+    check(asked.trials)
     if asked.sweep is None:
         from glmexp.launcher.start import start
 

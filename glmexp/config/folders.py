@@ -91,9 +91,9 @@ def answering(config: RunConfig) -> ModelSection:
     return dataclasses.replace(config.model, path=str(folder), init="pretrained", add_tokens=[])
 
 
-def faults(model: ModelSection, weights: bool, exported: bool) -> Iterator[Problem]:
-    """What keeps the folder of ``model.path`` from being loaded. ``weights``: they are needed too; ``exported``: it may
-    be one that was exported in the layout of transformers."""
+def faults(model: ModelSection, weights: bool, tokenizer: bool, exported: bool) -> Iterator[Problem]:
+    """What keeps the folder of ``model.path`` from being loaded. ``weights``, ``tokenizer``: those are needed too;
+    ``exported``: it may be one that was exported in the layout of transformers."""
     if model.init == "random" or model.path is None:
         return
     folder = folder_of(model)
@@ -117,7 +117,7 @@ def faults(model: ModelSection, weights: bool, exported: bool) -> Iterator[Probl
             f"{folder} holds no weights ({', '.join(WEIGHTS[::2])})",
             "name the folder of a whole checkpoint",
         )
-    if not any((folder / name).is_file() for name in WORDS):
+    if tokenizer and not any((folder / name).is_file() for name in WORDS):
         names = ", ".join(WORDS)
         yield Problem("model.path", f"{folder} holds no tokenizer (none of {names})", "copy those of the checkpoint")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from glmexp.config.errors import Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import AttentionKind, ModelSection, RunConfig
 
-_SHAPES_ONLY = ("plan", "inspect", "doctor")
-"""Entries that load no weights."""
+_READS_SIZES = ("plan", "doctor")
+"""Entries that load nothing of a checkpoint."""
 
 
 def path(model: ModelSection) -> Iterator[Problem]:
@@ -28,8 +27,9 @@ def path(model: ModelSection) -> Iterator[Problem]:
 
 def folder(config: RunConfig) -> Iterator[Problem]:
     """The folder that is loaded, as far as its files tell."""
-    weights = config.entry.name not in _SHAPES_ONLY
-    yield from folders.faults(folders.answering(config), weights, exported=config.artifact.path is not None)
+    tokenizer = config.entry.name not in _READS_SIZES
+    weights = tokenizer and config.entry.name != "inspect"
+    yield from folders.faults(folders.answering(config), weights, tokenizer, exported=config.artifact.path is not None)
 
 
 def length(config: RunConfig) -> Iterator[Problem]:

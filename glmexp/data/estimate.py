@@ -10,8 +10,7 @@ from glmexp.config.data_rules import BUILTIN
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection, RunConfig
 from glmexp.data import forms
-from glmexp.data.files import open_file, parse_block
-from glmexp.data.prepare import sample
+from glmexp.data.files import open_file, parse_block, sample
 from glmexp.data.readers import read_records
 
 WIDE_FROM = "\u2e80"

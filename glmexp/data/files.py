@@ -7,10 +7,12 @@ share the work; lines are counted from 1, as an editor does.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,10 +71,15 @@ class DataFile:
     kind: Kind
     place: Path
     encoding: str
-    sha256: str
-    """Of its bytes."""
     separator: str = ","
     """CSV: what stands between two cells."""
+    fingerprint: str | None = None
+    """Of a hub data set."""
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of its bytes; of a hub data set its own fingerprint."""
+        return _sha256(self.place) if self.fingerprint is None else self.fingerprint
 
     @property
     def unit(self) -> str:
@@ -103,19 +110,18 @@ def open_file(path: str, encoding: str | None) -> DataFile:
         from glmexp.data import tables
 
         name, place, fingerprint = tables.from_hub(path)
-        return DataFile(name, "hub", place, "utf-8", fingerprint)
+        return DataFile(name, "hub", place, "utf-8", fingerprint=fingerprint)
     file = resolve(path)
     name = path if path.startswith(BUILTIN) else str(file)
-    sha256 = _sha256(file)
     with file.open("rb") as stream:
         head = stream.read(BLOCK_BYTES)
     if head.startswith(b"PAR1"):
-        return DataFile(name, "Parquet", file, "utf-8", sha256)
+        return DataFile(name, "Parquet", file, "utf-8")
     encoding = encoding or "utf-8"
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
         encoding = "utf-8-sig"
     kind, separator = _look(name, file, head, encoding)
-    return DataFile(name, kind, file, encoding, sha256, separator)
+    return DataFile(name, kind, file, encoding, separator)
 
 
 def resolve(path: str) -> Path:
@@ -147,6 +153,28 @@ def raise_all(path: str, problems: list[Problem]) -> None:
     hidden = len(problems) - SHOWN_PROBLEMS
     more = [Problem(path, f"and {hidden} more, {len(problems)} problems in all")] if hidden > 0 else []
     raise DataError(*problems[:SHOWN_PROBLEMS], *more)
+
+
+def sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
+    """All blocks, and the rows of the first ones until a row was found."""
+    blocks = file.blocks()
+    looked: list[Block] = []
+    problems: list[Problem] = []
+    for block in blocks:
+        looked.append(block)
+        records = parse_block(block, file.line_encoding)
+        rows = [one.value for one in records if not isinstance(one, Fault) and isinstance(one.value, dict)]
+        if rows:
+            return itertools.chain(looked, blocks), rows
+        for one in records:
+            fault = (
+                one
+                if isinstance(one, Fault)
+                else Fault(one.line, f"a row must be a JSON object, found {json_type(one.value)}")
+            )
+            problems.append(Problem(f"{file.path}:{fault.line}", fault.reason, fault.fix))
+    raise_all(file.path, problems)
+    raise DataError(Problem(file.path, "the file is empty: it has no example", "rows of questions and answers"))
 
 
 def parse_block(block: Block, encoding: str) -> list[Record | Fault]:

@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
-import itertools
 import json
 import random
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -29,9 +27,9 @@ from glmexp.config.data_schema import DataSection
 from glmexp.config.errors import ConfigError, DataError, Problem
 from glmexp.data import forms, workers
 from glmexp.data.encode import Encoding
-from glmexp.data.files import Block, DataFile, Fault, open_file, parse_block, raise_all
+from glmexp.data.files import DataFile, open_file, raise_all, sample
 from glmexp.data.progress import Preparing
-from glmexp.data.readers import Outcome, places
+from glmexp.data.readers import Outcome, places, refuse_nothing
 from glmexp.data.store import IGNORED, Example, Examples, Store, Writer
 from glmexp.data.template import Renderer
 
@@ -213,37 +211,11 @@ def _build(file: DataFile, config: DataSection, renderer: Renderer, folder: Path
         raise
 
 
-def sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
-    """All blocks, and the rows of the first ones until a row was found."""
-    blocks = file.blocks()
-    looked: list[Block] = []
-    problems: list[Problem] = []
-    for block in blocks:
-        looked.append(block)
-        records = parse_block(block, file.line_encoding)
-        rows = [one.value for one in records if not isinstance(one, Fault) and isinstance(one.value, dict)]
-        if rows:
-            return itertools.chain(looked, blocks), rows
-        for one in records:
-            fault = one if isinstance(one, Fault) else Fault(one.line, _no_object(one.value))
-            problems.append(Problem(f"{file.path}:{fault.line}", fault.reason, fault.fix))
-    raise_all(file.path, problems)
-    raise DataError(Problem(file.path, "the file is empty: it has no example", "rows of questions and answers"))
-
-
-def _no_object(value: Any) -> str:
-    from glmexp.data.files import json_type
-
-    return f"a row must be a JSON object, found {json_type(value)}"
-
-
 def _report(
     file: DataFile, outcome: Outcome, max_length: int, cut: dict[str, list[str]], too_long: list[str]
 ) -> list[str]:
     """Lines for the log. Raises DataError where no row is left."""
-    if outcome.used == 0:
-        reasons = "; ".join(f"{reason}: {places(file.unit, found)}" for reason, found in outcome.dropped.items())
-        raise DataError(Problem(file.path, f"no example with an answer is left (0 of {outcome.read}; {reasons})"))
+    refuse_nothing(file, outcome)
     over = f"longer than data.max_length={max_length} tokens"
     if len(too_long) == outcome.used:
         raise DataError(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from glmexp.config.errors import Problem
+from glmexp.config.errors import DataError, Problem
 from glmexp.data.files import DataFile, Fault, Record, json_type
 from glmexp.data.forms import Form, Forms
 from glmexp.data.template import Message
@@ -89,6 +89,13 @@ class Outcome:
         if unused:
             parts.append("not used: " + ", ".join(unused))
         return "; ".join(parts)
+
+
+def refuse_nothing(file: DataFile, outcome: Outcome) -> None:
+    """Raise DataError where a whole file has no row to learn from."""
+    if outcome.used == 0:
+        reasons = "; ".join(f"{reason}: {places(file.unit, found)}" for reason, found in outcome.dropped.items())
+        raise DataError(Problem(file.path, f"no example with an answer is left (0 of {outcome.read}; {reasons})"))
 
 
 def places(unit: str, found: list[str]) -> str:

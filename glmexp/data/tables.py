@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 from glmexp.config.data_rules import HUB
 from glmexp.config.errors import DataError, Problem
 from glmexp.data.files import DataFile, Fault, Record, whole_text
+from glmexp.launcher import hub
 
 SEPARATORS = (",", ";", "\t")
-ANSWER_S = 5.0
-"""A hub that has not taken a connection by then is not waited for."""
 LONGEST_CELL = 1 << 30
 """Characters; Python's default of 131,072 is less than a long document."""
 
@@ -95,7 +93,7 @@ def from_hub(path: str) -> tuple[str, Path, str]:
 
     quiet = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
-    silent = None if Path(name).exists() else _silent_hub()
+    silent = None if Path(name).exists() else hub.silent()
     try:
         with _offline() if silent else nullcontext():
             found = datasets.load_dataset(name, *rest[:-1], split=rest[-1])
@@ -116,25 +114,6 @@ def from_hub(path: str) -> tuple[str, Path, str]:
         found.to_parquet(str(folder / "part"))
         (folder / "part").rename(folder / "rows.parquet")
     return path, folder, found._fingerprint
-
-
-def _silent_hub() -> str | None:
-    """The hub's address where nothing answers there within ANSWER_S: the library would try again and again, for
-    minutes. None where it answers, is not to be asked, or is asked through a proxy."""
-    import urllib.request
-
-    from huggingface_hub import constants
-
-    address = urllib.parse.urlsplit(constants.ENDPOINT)
-    through_proxy = not {address.scheme, "all"}.isdisjoint(urllib.request.getproxies())
-    if constants.HF_HUB_OFFLINE or address.hostname is None or through_proxy:
-        return None
-    try:
-        port = address.port or (80 if address.scheme == "http" else 443)
-        with socket.create_connection((address.hostname, port), ANSWER_S):
-            return None
-    except OSError:
-        return constants.ENDPOINT
 
 
 @contextmanager

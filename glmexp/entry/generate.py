@@ -12,19 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from glmexp.config.data_rules import SHIPPED_PROMPTS
 from glmexp.config.entries import GenerateSection
 from glmexp.config.errors import DataError, Problem
 from glmexp.config.launch_rules import talks
 from glmexp.config.schema import RunConfig
 from glmexp.data.files import raise_all
-from glmexp.data.questions import Question, read_questions
+from glmexp.data.questions import Question
 from glmexp.engine import distributed
-from glmexp.entry import chat, serving
+from glmexp.entry import before, chat, serving
 from glmexp.entry.console import Screen, relative
 from glmexp.entry.conversation import Fitted, Speaker, TooLongError, fitted
 from glmexp.entry.session import session
-from glmexp.eval.prompts import location
 from glmexp.launcher.folder import write_status
 from glmexp.model.renderer import Renderer
 
@@ -71,7 +69,7 @@ def answer_file(config: RunConfig, subject: serving.Subject, output: Path) -> No
     """Answer the prompts of a file; every rank its share, rank 0 writes them in the file's order."""
     settings, first = config.generate, distributed.rank() == 0
     screen = Screen(active=first)
-    questions = _questions(config)
+    questions = before.questions(config)
     prompts = all_fitted(subject.template, questions, settings)
     rows = min(settings.batch_size, len(prompts))
     served = serving.load(subject, config)
@@ -100,13 +98,6 @@ def answer_file(config: RunConfig, subject: serving.Subject, output: Path) -> No
     if ranks > 1:
         _joined(output, part, ranks)
     screen.lines([f"the answers lie in {relative(output)}"])
-
-
-def _questions(config: RunConfig) -> list[Question]:
-    path = config.generate.prompts_file
-    assert path is not None, "without a file it is a chat"
-    path = str(location(path)) if path == SHIPPED_PROMPTS else path
-    return read_questions(path, config.data.encoding, config.generate.system)
 
 
 def all_fitted(template: Renderer, questions: Sequence[Question], settings: GenerateSection) -> list[Fitted]:

@@ -44,25 +44,52 @@ def read_prompts(path: str, encode: Callable[[list[Any]], list[int]]) -> list[Pr
     """Prompts of a JSON lines file, rendered with the chat template. Raises DataError with file and line."""
     import numpy as np  # here: the parent imports this module for the hook's settings
 
+    return [
+        Prompt(str(messages[-1]["content"]), answer, np.array(encode(messages), dtype=np.int32))
+        for messages, answer in rows_of(path)
+    ]
+
+
+def rows_of(path: str) -> list[tuple[list[dict[str, Any]], str]]:
+    """Messages and expected answer of each row. Raises DataError with the first rows that hold no prompt."""
     try:
-        lines = location(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = location(path).read_text(encoding="utf-8-sig").split("\n")  # U+2028 may stand in JSON
     except OSError as error:
         fix = "name a JSON lines file"
         raise DataError(Problem("eval.generate.prompts_file", f"{path}: {error.strerror}", fix)) from error
-    prompts: list[Prompt] = []
+    except UnicodeDecodeError as error:
+        raise DataError(Problem(path, f"not UTF-8 (byte {error.start})", "save it as UTF-8")) from error
+    rows: list[tuple[list[dict[str, Any]], str]] = []
     problems: list[Problem] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            messages = row["messages"] if "messages" in row else [{"role": "user", "content": row["prompt"]}]
-            ids = np.array(encode(messages), dtype=np.int32)
-            prompts.append(Prompt(str(messages[-1]["content"]), str(row.get("answer") or ""), ids))
-        except (ValueError, KeyError, TypeError) as error:
-            problems.append(Problem(f"{path}:{number}", f"no prompt: {error!r}", 'write {"prompt": "..."}'))
+            rows.append(_row(json.loads(line)))
+        except json.JSONDecodeError as error:
+            problems.append(Problem(f"{path}:{number}", f"broken JSON: {error.msg} (character {error.colno})", _FIX))
+        except ValueError as error:
+            problems.append(Problem(f"{path}:{number}", f"no prompt: {error}", _FIX))
     if problems:
         raise DataError(*problems[:5])
-    if not prompts:
+    if not rows:
         raise DataError(Problem(path, "holds no prompt", 'write one {"prompt": "..."} a line'))
-    return prompts
+    return rows
+
+
+_FIX = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
+
+
+def _row(row: Any) -> tuple[list[dict[str, Any]], str]:
+    if not isinstance(row, dict):
+        raise ValueError("a row must be a JSON object")
+    answer = str(row.get("answer") or "")
+    if "messages" not in row:
+        if not isinstance(row.get("prompt"), str):
+            raise ValueError(f"no text 'prompt' and no 'messages' among its columns {', '.join(row) or '(none)'}")
+        return [{"role": "user", "content": row["prompt"]}], answer
+    messages = row["messages"]
+    turns = messages if isinstance(messages, list) else []
+    if not turns or not all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in turns):
+        raise ValueError("'messages' must be a list of objects with 'role' and 'content'")
+    return messages, answer

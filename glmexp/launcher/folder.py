@@ -65,6 +65,22 @@ def make(config: RunConfig, composed: str | None = None, unfinished: Path | None
     return folder
 
 
+_RECORDS = {CONFIG, ENVIRONMENT, STATUS, MODEL, FAILURES, "ds_config.json", "data.json", "logs", "positions", ".lock"}
+"""What stands in the folder of a run before its first result."""
+
+
+def take_back(folder: Path) -> None:
+    """Remove a new run folder that holds no result, and the folders above it that only it was in: a mistake that the
+    user was told of needs none. What else lies there stays, and so does the folder then."""
+    if not {entry.name for entry in folder.iterdir()} <= _RECORDS:
+        return
+    shutil.rmtree(folder)
+    if folder.parent.parent == Path("outputs").absolute():
+        for above in (folder.parent, folder.parent.parent):
+            if not any(above.iterdir()):
+                above.rmdir()
+
+
 def run_of_checkpoint(path: Path) -> Path:
     """The run folder that ``train.resume`` means: the folder itself, or the one above ``checkpoints/``."""
     for folder in (path, *path.parents):

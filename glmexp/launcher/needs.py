@@ -20,17 +20,21 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from glmexp.config.entries import TRAINS
+from glmexp.config import folders
+from glmexp.config.entries import SERVES, TRAINS
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.memory import passes_gpu, pinned_by_deepspeed
+from glmexp.config.memory import BYTES, passes_gpu, pinned_by_deepspeed
 from glmexp.config.schema import RunConfig
 from glmexp.launcher.environment import threads_a_rank, tools_path
-from glmexp.launcher.ranks import gpu_count
+from glmexp.launcher.ranks import core_count, gpu_count
 from glmexp.plan import report, shapes
 from glmexp.plan.states import states_of
 
 CPU_ADAM, PIN_MEMORY, ASYNC_IO, QUANTIZER = "cpu_adam", "pin_memory", "async_io", "quantizer"
 _WAYS_OUT = "offload.adam=torch (torch's AdamW on the host, slower), or offload=none"
+CPU_RANK_BYTES = 0.32 * 2**30
+"""Memory that a rank on the CPU has to itself beside its tensors: Python, torch, DeepSpeed (private bytes of a tiny
+run's rank; libraries are shared)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Host:
     environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     memory_bytes: int | None = None
     """Memory that a run may take; None: unknown here."""
+    cores: int = dataclasses.field(default_factory=core_count)
 
     @staticmethod
     def here() -> Host:
@@ -98,12 +103,16 @@ def prepare(config: RunConfig) -> RunConfig:
 
     Returns the configuration with ``offload.adam`` decided. Raises ConfigError with what is missing and the ways out.
     """
-    if config.entry.name not in TRAINS:
-        return config
     host = Host.here()
-    problems = [*missing(config, host)]
+    problems = [*crowded(config, host)]
+    if config.entry.name in TRAINS:
+        problems += missing(config, host)
     if problems:
         raise ConfigError(*problems)
+    for line in crowding(config, host):
+        print(f"warning: {line}", file=sys.stderr)
+    if config.entry.name not in TRAINS:
+        return config
     config, said = with_adam(config, host)
     for op in ops(config):
         failure = compiled(op)
@@ -120,14 +129,60 @@ def prepare(config: RunConfig) -> RunConfig:
     return config
 
 
+def _ranks_here(config: RunConfig, environ: Mapping[str, str]) -> int:
+    return config.launcher.nproc or int(environ.get("LOCAL_WORLD_SIZE") or "1")
+
+
+def crowded(config: RunConfig, host: Host) -> Iterator[Problem]:
+    """More ranks on the CPU than its memory holds, by the least that each takes: itself, weights and what trains them.
+
+    Activations and gradients come on top and are not counted, so what is refused could never run.
+    """
+    here, free = _ranks_here(config, host.environ), host.memory_bytes
+    if host.gpus or here == 1 or free is None:
+        return
+    one = round(CPU_RANK_BYTES + _kept(config, here * config.launcher.nnodes))
+    if here * one > free:
+        most = free // one
+        yield Problem(
+            "launcher.nproc",
+            f"{here} ranks on the CPU take at least {report.size(here * one)} of host memory ({report.size(one)} "
+            f"each), and {report.size(free)} are free",
+            f"launcher.nproc={min(most, host.cores)}" if most else "a smaller model, or a machine with more memory",
+        )
+
+
+def _kept(config: RunConfig, ranks: int) -> int:
+    """Bytes of weights, masters and moments of one rank; 0 where they are not known beforehand."""
+    serves = config.entry.name in SERVES
+    if not serves and not (config.entry.name in TRAINS and shapes.knows(config)):
+        return 0
+    section = folders.answering(config) if serves else config.model
+    if folders.sizes_of(section) is None:
+        return 0
+    if serves:
+        return shapes.elements_of(section) * BYTES[config.precision.dtype]
+    return states_of(config, shapes.model_of(config), ranks).kept
+
+
+def crowding(config: RunConfig, host: Host) -> Iterator[str]:
+    """What to say where ranks on the CPU are more than its cores."""
+    here = _ranks_here(config, host.environ)
+    if host.gpus == 0 and here > host.cores:
+        cores = f"{host.cores} core{'s' if host.cores > 1 else ''}"
+        yield (
+            f"launcher.nproc: {here} ranks on {cores} and no GPU: they take turns, and all wait for the slowest in "
+            f"every step. Way out: launcher.nproc={host.cores}"
+        )
+
+
 def few_threads(config: RunConfig, environ: Mapping[str, str]) -> str:
     """What to say where AdamW steps on the host with fewer threads than a rank could have; else nothing.
 
     Where nobody sets OMP_NUM_THREADS, ranks get cores // ranks (see ``environment``), but torchrun sets it to 1.
     """
     given = config.launcher.env.get("OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
-    ranks = config.launcher.nproc or int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = threads_a_rank(ranks)
+    threads = threads_a_rank(_ranks_here(config, environ))
     if config.offload.optimizer is None or passes_gpu(config.offload) or not given.isdigit() or int(given) >= threads:
         return ""
     by_torchrun = " (torchrun sets it where nobody has)" if config.launcher.name == "env" else ""
@@ -217,7 +272,7 @@ def _way_out(op: str) -> str:
 def _room(config: RunConfig, host: Host) -> Iterator[Problem]:
     """Host memory and disk, for what an offload keeps there of this host's ranks."""
     launcher = config.launcher
-    here = launcher.nproc or int(host.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = _ranks_here(config, host.environ)
     ranks = here * launcher.nnodes if launcher.nproc is not None else int(host.environ["WORLD_SIZE"])
     model = shapes.model_of(config)
     states = states_of(config, model, ranks)

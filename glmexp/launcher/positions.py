@@ -96,6 +96,8 @@ def end() -> None:
     """Write once more, at the end of this rank: what is reported is where it really ended, and nobody misses it."""
     _here.position.ended = True
     _here.write()
+    with _here.lock:
+        _here.folder = None  # the thread ends, and nobody finds a file written behind this
 
 
 def read(run_folder: Path) -> dict[int, Position]:

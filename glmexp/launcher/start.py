@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from glmexp.config import redact
-from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED
+from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_USER_MISTAKE
 from glmexp.config.identity import identity
 from glmexp.config.inherit import AUTO
 from glmexp.config.launch_rules import one_process
@@ -24,8 +24,11 @@ RunRank = Callable[[Path, bool], int]
 """(run folder, whether the rank shows its own failures) -> exit code: this process as a rank. See ``worker``."""
 
 
-def start(config: RunConfig, run_rank: RunRank) -> int:
-    """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run."""
+def start(config: RunConfig, run_rank: RunRank, of_sweep: bool = False) -> int:
+    """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run.
+
+    A new folder of a run that ended with the user's mistake is taken back, but for a sweep, which reads its status.
+    """
     composed, going_on = identity(config), unfinished.find(config)
     launcher = config.launcher
     alone = one_process(config)
@@ -41,6 +44,11 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
         rendezvous.listening(launcher.master_port, launcher.nnodes > 1).close()  # taken: said before a folder is made
     if launcher.node_rank:  # another machine's parent makes the folder
         return local.run(config, None)
+    is_new = (
+        going_on is None
+        and config.train.resume in (None, AUTO)
+        and not (config.run.dir and Path(config.run.dir).is_dir())
+    )
     run_folder = folder.make(config, composed, going_on)
     if config.train.resume == AUTO:
         found = "no unfinished run of this configuration, a new one" if going_on is None else "going on with"
@@ -49,9 +57,10 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
         return slurm.submit(config, run_folder)
     if launcher.name == "env":
         return _lead(config, run_folder, run_rank)
-    if alone:
-        return _in_process(config, run_folder, run_rank)
-    return local.run(config, run_folder)
+    code = _in_process(config, run_folder, run_rank) if alone else local.run(config, run_folder)
+    if code == EXIT_USER_MISTAKE and is_new and not of_sweep and launcher.nnodes == 1:
+        folder.take_back(run_folder)
+    return code
 
 
 def _in_process(config: RunConfig, run_folder: Path, run_rank: RunRank) -> int:

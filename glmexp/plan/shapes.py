@@ -190,6 +190,11 @@ def model_of(config: RunConfig) -> Model:
     return Model(network, tuple(_with_method(config, network, base)))
 
 
+def elements_of(model: ModelSection) -> int:
+    """Elements of a network's parameters, nothing added by a method."""
+    return sum(prod(shape) for _, shape, _ in _base(network_of(model)))
+
+
 def model_from(config: RunConfig, tensors: Iterable[tuple[str, Sequence[int], bool]]) -> Model:
     """The same from name, shape and whether it is trained of each tensor of a network that was built."""
     parameters = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from glmexp.config.inherit import CARD
+from glmexp.config.schema import Sizes
 from tests.config.helpers import config, refusal
 
+SIZES = dict.fromkeys(field.name for field in dataclasses.fields(Sizes))
 TINY = Path(__file__).parents[2] / "glmexp" / "model" / "tiny" / "tiny"
 
 
@@ -30,7 +33,7 @@ def folder(path: Path, without: str = "", **content: Any) -> Path:
         ("config.json", {}, (), "holds no config.json"),
         ("*.safetensors", {}, (), "holds no weights"),
         ("token*", {}, (), "holds no tokenizer"),
-        ("", {}, ("model=qwen2",), "holds a chatglm3 model, model=qwen2 is for qwen2\n    -> model=chatglm3"),
+        ("", {}, ("model=qwen2",), "holds a chatglm3 model, model=qwen2 is for qwen2"),
         ("", {"model_type": "llama"}, (), "holds a llama model, model=tiny is for chatglm3"),
         ("", {"model_type": "sprout", "auto_map": {"AutoModel": "sprout.Sprout"}}, (), "(sprout.py); it was not run"),
         ("", {"release": "chatglm9"}, (), "config.json: release: 'chatglm9' is unknown"),
@@ -53,7 +56,7 @@ def test_what_an_entry_does_not_read_may_be_missing(tmp_path: Path) -> None:
 def test_ranks_that_do_not_divide_what_answers_are_refused_in_whatever_form_it_lies(tmp_path: Path) -> None:
     """An artifact on its base, a folder of another program, an export in the layout of transformers, a checkpoint."""
     base = folder(tmp_path / "base", num_attention_heads=6, multi_query_group_num=3)
-    model = {"name": "tiny", "family": "chatglm3", "path": str(base), "init": "pretrained", "sizes": {}}
+    model = {"name": "tiny", "family": "chatglm3", "path": str(base), "init": "pretrained", "sizes": SIZES}
     artifact, run = tmp_path / "artifact", tmp_path / "run"
     artifact.mkdir()
     (artifact / CARD).write_text(json.dumps({"gather": "trainable", "dtype": "bf16", "model": model}))
@@ -72,8 +75,14 @@ def test_ranks_that_do_not_divide_what_answers_are_refused_in_whatever_form_it_l
 
 
 def test_a_prefix_of_peft_answers_on_one_device_the_plain_way(tmp_path: Path) -> None:
-    model = {"name": "tiny_qwen2", "family": "qwen2", "path": "builtin:tiny_qwen2", "init": "pretrained", "sizes": {}}
-    method = {"name": "ptuning", "num_virtual_tokens": 4, "prefix_projection": False, "lr": 0.01}
+    model = {
+        "name": "tiny_qwen2",
+        "family": "qwen2",
+        "path": "builtin:tiny_qwen2",
+        "init": "pretrained",
+        "sizes": SIZES,
+    }
+    method = {"name": "ptuning", "num_virtual_tokens": 4, "prefix_projection": False, "dropout": 0.0, "lr": 0.01}
     (tmp_path / CARD).write_text(json.dumps({"gather": "trainable", "dtype": "bf16", "model": model, "method": method}))
     words = ("entry=evaluate", f"artifact.path={tmp_path}")
     assert config(*words).method.name == "ptuning"

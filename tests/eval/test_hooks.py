@@ -292,7 +292,20 @@ def test_prompts_of_a_file_are_answered_on_any_number_of_ranks(ranks: int, tmp_p
 def test_a_broken_prompts_file_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "cd"}\n{"question": "x"}\n')
-    with pytest.raises(DataError, match=r"prompts\.jsonl:2: no prompt: KeyError\('prompt'\)"):
+    with pytest.raises(
+        DataError, match=r"prompts\.jsonl:2: no prompt: no text 'prompt' and no 'messages' among its columns que"
+    ):
+        read_prompts(str(file), lambda messages: [1])
+    for line, said in (
+        ("[1]", "must be a JSON object"),
+        ('{"messages": [7]}', "'role' and 'content'"),
+        ("{", "broken JSON"),
+    ):
+        file.write_text(line)
+        with pytest.raises(DataError, match=rf"prompts\.jsonl:1: .*{said}"):
+            read_prompts(str(file), lambda messages: [1])
+    file.write_bytes(b'{"prompt": "\xe9"}')
+    with pytest.raises(DataError, match="not UTF-8"):
         read_prompts(str(file), lambda messages: [1])
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no prompt"):

@@ -211,13 +211,16 @@ def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:
     assert max(saved, default=0) <= max(finite, default=0)
 
 
-def test_a_users_mistake_found_in_the_ranks_exits_2_without_traceback(tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": \n', encoding="utf-8")
+def test_a_users_mistake_found_in_the_ranks_exits_2_without_traceback_or_folder(tmp_path: Path) -> None:
+    """Behind the first block of the file, which the parent has looked at."""
+    rows = '{"prompt": "a", "response": "b"}\n' * 40_000
+    (tmp_path / "broken.jsonl").write_text(rows + '{"prompt": \n', encoding="utf-8")
     done = glmexp(*SHORT, "data.train_file=broken.jsonl", "launcher.nproc=2", folder=tmp_path)
     assert done.returncode == 2
-    assert "broken.jsonl:2" in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("broken.jsonl:2") == 1, "said once, not by every rank"
+    assert done.stderr.count("broken.jsonl:40001") == 1, "said once, not by every rank"
+    assert not runs(tmp_path)
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [".prepared"], "the cache of prepared rows"
 
 
 @pytest.mark.matrix

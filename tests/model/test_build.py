@@ -40,8 +40,14 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def section(folder: Path, *words: str) -> ModelSection:
-    return configure("model=chatglm", f"model.path={folder}", *words).model
+def section(folder: Path, trusted: bool = False) -> ModelSection:
+    """As a checkpoint of a hub would come: nothing has looked into it."""
+    return replace(configure("model=chatglm").model, path=str(folder), trust_remote_code=trusted)
+
+
+def composed(folder: Path) -> ModelSection:
+    """As the command line takes a folder."""
+    return configure("entry=plan", "model=chatglm", f"model.path={folder}").model
 
 
 def test_code_in_a_folder_is_not_run_and_the_option_is_named(folder: Path, tmp_path: Path) -> None:
@@ -50,6 +56,8 @@ def test_code_in_a_folder_is_not_run_and_the_option_is_named(folder: Path, tmp_p
             load(section(folder))
         assert "brings code of its own for it (sprout.py); it was not run" in str(caught.value)
         assert "model.trust_remote_code=true runs it" in str(caught.value)
+    with pytest.raises(ConfigError, match="it was not run"):
+        composed(folder)
     assert not (tmp_path / "marker").exists()
 
 
@@ -57,7 +65,7 @@ def test_code_that_the_user_trusts_is_run_and_the_run_says_so(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    trusted = section(folder, "model.trust_remote_code=true")
+    trusted = section(folder, trusted=True)
     announce_code(trusted)
     assert capsys.readouterr().out == f"model.trust_remote_code=true: code from {folder} is run (sprout.py)\n"
     with pytest.raises(Exception, match=r"(?i)sprout"):  # it has no weights
@@ -70,7 +78,7 @@ def test_a_released_folder_loads_without_its_code(tmp_path: Path, capsys: pytest
     (tmp_path / "config.json").write_text(json.dumps(released_config("chatglm")))
     (tmp_path / "modeling_chatglm.py").write_text("raise SystemExit('was run')")
     assert load_network(section(tmp_path), torch.float32).config.release == "chatglm"
-    announce_code(section(tmp_path, "model.trust_remote_code=true"))
+    announce_code(section(tmp_path, trusted=True))
     assert "without effect" in capsys.readouterr().out
 
 
@@ -79,9 +87,9 @@ def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
     small_network("chatglm3").save_pretrained(tmp_path)
     said = "holds a chatglm3 model, model=chatglm is for chatglm"
     with pytest.raises(ConfigError, match=said):
-        section(tmp_path)
+        composed(tmp_path)
     with pytest.raises(ArtifactError, match=said):
-        load_network(replace(configure("model=chatglm").model, path=str(tmp_path)), torch.float32)
+        load_network(section(tmp_path), torch.float32)
 
 
 def test_a_config_json_that_is_not_whole_is_refused_by_the_plan(tmp_path: Path) -> None:
@@ -93,4 +101,4 @@ def test_a_config_json_that_is_not_whole_is_refused_by_the_plan(tmp_path: Path) 
         network_of(section(tmp_path))
     file.write_text("{")
     with pytest.raises(ConfigError, match="is no JSON"):
-        section(tmp_path)
+        composed(tmp_path)

@@ -1,0 +1,108 @@
+"""What is wrong can be told before a run folder is made, though no single value shows it: files of rows and prompts are
+looked into, and a hub is asked once whether it is there. Nothing heavy is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from glmexp.config.data_rules import HUB, SHIPPED_PROMPTS, needs_rows
+from glmexp.config.entries import SERVES, TRAINS
+from glmexp.config.errors import ConfigError, DataError, Problem
+from glmexp.config.folders import BUILTIN, answering, folder_of
+from glmexp.config.schema import RunConfig
+from glmexp.data import first_look
+from glmexp.data.questions import Question, read_questions
+from glmexp.eval import prompts
+from glmexp.launcher import hub
+
+_LOADS = (*TRAINS, *SERVES, "inspect", "export")
+"""Entries that read the checkpoint of ``model.path``, its tokenizer at least."""
+_ADDRESS = "HF_ENDPOINT=URL names another address of the hub"
+
+
+def check(trials: Iterable[RunConfig]) -> None:
+    """Raise what would end one of these runs before its work begins: ConfigError, DataError."""
+    trials = [trial for trial in trials if trial.launcher.name != "slurm"]  # a job's machine may see other things
+    problems = [problem for trial in trials for problem in _hub(trial)]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    looks = {repr((look.args, look.keywords)): look for trial in trials for look in _looks(trial)}
+    faults = [problem for look in looks.values() for problem in _faults(look)]
+    if faults:
+        raise DataError(*dict.fromkeys(faults))
+
+
+def questions(config: RunConfig) -> list[Question]:
+    """The rows of generate.prompts_file. Raises DataError."""
+    path = config.generate.prompts_file
+    assert path is not None, "without a file it is a chat"
+    path = str(prompts.location(path)) if path == SHIPPED_PROMPTS else path
+    return read_questions(path, config.data.encoding, config.generate.system)
+
+
+def _hub(config: RunConfig) -> Iterator[Problem]:
+    """What was not fetched before, where the hub cannot be asked for it."""
+    model = answering(config)
+    name = model.path
+    here = name is None or name.startswith(BUILTIN) or folder_of(model) is not None
+    if config.entry.name in _LOADS and model.init == "pretrained" and name is not None and not here:
+        ways = (
+            "model.path=FOLDER of the checkpoint on this machine, or model.init=random to try the rest out without it"
+        )
+        yield from _unreachable("model.path", name, f"{name} is no folder here and", hub.fetched(name), ways)
+    asked = config.generate.prompts_file if config.entry.name == "generate" else None
+    for path in [*_files(config), *([asked] if asked is not None else [])]:
+        owner_and_name = path.removeprefix(HUB).split(":")[0]
+        if path.startswith(HUB) and not Path(owner_and_name).exists():
+            there = hub.data_fetched(owner_and_name)
+            yield from _unreachable(path, owner_and_name, "it", there, "download it and name its file")
+
+
+def _unreachable(where: str, name: str, subject: str, there: bool, ways: str) -> Iterator[Problem]:
+    closed, silent = hub.offline(), hub.silent()
+    if closed and not there:
+        found = f"{subject} was not fetched before, and {closed} keeps from asking the hub"
+        yield Problem(where, found, f"{ways}; or without {closed}")
+    elif silent and not there:
+        found = f"{subject} was not fetched before, and the hub ({silent}) does not answer"
+        yield Problem(where, found, f"{ways}; {_ADDRESS}")
+    elif silent:
+        hub.go_offline()
+        print(f"warning: the hub ({silent}) does not answer: {name} is taken as it was fetched before", file=sys.stderr)
+
+
+def _files(config: RunConfig) -> list[str]:
+    """Files of rows that the entry reads, of training or held out."""
+    entry, data = config.entry.name, config.data
+    if entry in (*TRAINS, "inspect"):
+        found = [data.train_file, data.eval_file if entry == "inspect" or needs_rows(config.eval) else None]
+    elif entry == "evaluate" and needs_rows(config.eval):
+        found = [data.eval_file or data.train_file]
+    else:
+        found = []
+    return [path for path in found if path is not None]
+
+
+def _looks(config: RunConfig) -> Iterator[partial[Any]]:
+    """Each file that is read, as a call that raises what is wrong with it."""
+    if config.entry.name == "generate" and config.generate.prompts_file is not None:
+        if not config.generate.prompts_file.startswith(HUB):
+            yield partial(questions, config)
+        return
+    for path in _files(config):
+        if not path.startswith(HUB):
+            yield partial(first_look.look, path, config.data)
+    if config.entry.name in (*TRAINS, "evaluate"):
+        named = (getattr(hook, "prompts_file", None) for hook in config.eval.hooks.values())
+        yield from (partial(prompts.rows_of, path) for path in named if path is not None)
+
+
+def _faults(look: Callable[[], Any]) -> Iterator[Problem]:
+    try:
+        look()
+    except (ConfigError, DataError) as error:
+        yield from error.problems

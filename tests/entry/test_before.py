@@ -1,0 +1,95 @@
+"""What is wrong with files and hub names is told before a run folder is made, at once and by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from glmexp.config.compose import run_config
+from glmexp.config.errors import ConfigError, DataError
+from glmexp.entry.before import check
+from glmexp.launcher import hub
+
+BROKEN = '{"prompt": "a", "response": "b"}\n{"prompt": \n'
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "part"),
+    [
+        (("data.train_file={path}",), BROKEN, ":2: broken JSON"),
+        (("entry=trainer", "data.train_file={path}"), '{"x": 1}', "cannot tell the question and the answer"),
+        (("entry=smoke", "data.train_file={path}"), '{"prompt": "a", "response": ""}', "no example with an answer"),
+        (("entry=inspect", "data.train_file={path}"), "", "the file is empty"),
+        (("entry=evaluate", "eval=loss", "data.eval_file={path}"), BROKEN, ":2: broken JSON"),
+        (("entry=generate", "generate.prompts_file={path}"), BROKEN, ":2: broken JSON"),
+        (("entry=generate", "generate.prompts_file={path}"), '{"x": 1}', "no question among its columns x"),
+        (("entry=evaluate", "eval=generate", "eval.generate.prompts_file={path}"), BROKEN, ":2: broken JSON"),
+        (("eval=generate", "eval.generate.prompts_file={path}"), '{"x": 1}', "no text 'prompt'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(words: tuple[str, ...], content: str, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    config = run_config(["tracker=none", *(word.format(path=path) for word in words)])
+    with pytest.raises(DataError) as caught:
+        check([config, config])
+    assert part in caught.value.report()
+    assert str(path) in caught.value.report()
+    assert len(caught.value.problems) == 1, "once, though several trials read it"
+
+
+def test_rows_that_may_be_skipped_are(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(BROKEN)
+    check([run_config(["tracker=none", f"data.train_file={path}", "data.on_error=skip"])])
+    check([run_config(["tracker=none"]), run_config(["entry=generate", "generate.prompts_file=builtin:prompts.jsonl"])])
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """An address where nobody listens, no proxy, and nothing that was fetched before."""
+    from huggingface_hub import constants
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setattr(hub, "fetched", lambda name: name == "Qwen/Qwen2-7B-Instruct")
+    return "http://127.0.0.1:9"
+
+
+def test_a_hub_that_does_not_answer_is_named_within_seconds(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        check([run_config(["tracker=none", "model=chatglm3", "data.train_file=hub:nobody/nothing:train"])])
+    assert time.monotonic() - began < 2 * hub.ANSWER_S
+    model, data = caught.value.problems
+    assert model.message == (
+        f"THUDM/chatglm3-6b is no folder here and was not fetched before, and the hub ({endpoint}) does not answer"
+    )
+    assert model.fix.startswith("model.path=FOLDER of the checkpoint")
+    assert (data.where, data.fix[:8]) == ("hub:nobody/nothing:train", "download")
+    check([run_config(["tracker=none", "model=chatglm3", "model.init=random"])])
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    check([run_config(["tracker=none", "model=qwen2"])])
+    assert "Qwen/Qwen2-7B-Instruct is taken as it was fetched before" in capsys.readouterr().err
+    assert constants.HF_HUB_OFFLINE, "nobody asks again, for half a minute a file"
+
+
+def test_offline_nothing_is_asked(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="and HF_HUB_OFFLINE=1 keeps from asking the hub"):
+        check([run_config(["entry=evaluate", "tracker=none", "model=chatglm3"])])
+    check([run_config(["entry=evaluate", "tracker=none", "model=qwen2"])])
