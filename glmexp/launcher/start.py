@@ -16,7 +16,7 @@ from glmexp.config.inherit import AUTO
 from glmexp.config.launch_rules import one_process
 from glmexp.config.load import dump, read, write
 from glmexp.config.schema import RunConfig
-from glmexp.launcher import environment, folder, handover, local, needs, rendezvous, slurm, unfinished
+from glmexp.launcher import environment, folder, handover, local, needs, rendezvous, slurm, trials, unfinished
 from glmexp.launcher.ranks import Outside, slurm_task
 from glmexp.launcher.stopping import POLITE
 
@@ -24,7 +24,7 @@ RunRank = Callable[[Path, bool], int]
 """(run folder, whether the rank shows its own failures) -> exit code: this process as a rank. See ``worker``."""
 
 
-def start(config: RunConfig, run_rank: RunRank, of_sweep: bool = False) -> int:
+def start(config: RunConfig, run_rank: RunRank) -> int:
     """Make the run folder, start the ranks, watch them. Returns the exit code of the whole run.
 
     A new folder of a run that ended with the user's mistake is taken back, but for a sweep, which reads its status.
@@ -58,7 +58,7 @@ def start(config: RunConfig, run_rank: RunRank, of_sweep: bool = False) -> int:
     if launcher.name == "env":
         return _lead(config, run_folder, run_rank)
     code = _in_process(config, run_folder, run_rank) if alone else local.run(config, run_folder)
-    if code == EXIT_USER_MISTAKE and is_new and not of_sweep and launcher.nnodes == 1:
+    if code == EXIT_USER_MISTAKE and is_new and launcher.nnodes == 1 and trials.of_run(run_folder) is None:
         folder.take_back(run_folder)
     return code
 

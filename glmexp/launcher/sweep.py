@@ -40,7 +40,7 @@ Work = Callable[[RunConfig], int]
 
 def run_trial(config: RunConfig, run_rank: RunRank) -> int:
     """One trial in its run folder, from start to end; its exit code."""
-    return start(config, run_rank, of_sweep=True)
+    return start(config, run_rank)
 
 
 def sweep(asked: Request, words: Sequence[str], run_rank: RunRank, compose: Compose) -> int:
