@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glmexp.config.schema import DataSection
+from glmexp.config.data_schema import DataSection
 from glmexp.data import forms
 from glmexp.data.files import open_file, parse_block, raise_all, sample
 from glmexp.data.readers import read_records, refuse_nothing
