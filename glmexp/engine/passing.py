@@ -63,7 +63,7 @@ class _Group:
             self.state[kind] = row
 
 
-class _Lane:
+class Lane:
     """Copies one after another, beside computation where there is a GPU."""
 
     def __init__(self) -> None:
@@ -71,25 +71,39 @@ class _Lane:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> list[Any]:
         """Piece by piece; ``after``: events that must have come, by piece. Returns the event behind each."""
+        events = []
+        for to, of, event in zip_longest(target.view(-1).split(PIECE), source.view(-1).split(PIECE), after):
+            if to is None:  # what was there before is larger: its last pieces lie where nothing comes
+                break
+            events.append(self.piece(to, of, event))
+        return events
+
+    def piece(self, target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        """One copy; the event behind it."""
         if self._stream is None:
             target.copy_(source)
-            return []
-        events = []
-        pieces = zip_longest(target.view(-1).split(PIECE), source.view(-1).split(PIECE), after)
+            return None
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
-            for to, of, event in pieces:
-                if to is None:  # what was there before is larger, and lies behind the last piece alone
-                    break
-                if event is not None:
-                    self._stream.wait_event(event)
-                to.copy_(of, non_blocking=True)
-                events.append(self._stream.record_event())
-        return events
+            target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
 
     def wait(self) -> None:
         """Until all copies are whole."""
         if self._stream is not None:
             self._stream.synchronize()
+
+    @staticmethod
+    def hold(event: Any) -> None:
+        """Let computation wait for a copy."""
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    @staticmethod
+    def now() -> list[Any]:
+        """An event behind the computation that has been given to the GPU so far."""
+        return [torch.cuda.current_stream().record_event()] if torch.cuda.is_available() else []
 
 
 class Passing:
@@ -97,7 +111,7 @@ class Passing:
 
     @torch.no_grad()
     def __init__(self, optimizer: Any, places: int, pinned: bool) -> None:
-        self._down, self._up = _Lane(), _Lane()
+        self._down, self._up = Lane(), Lane()
         self._groups = [_on_host(optimizer, number, pinned) for number in range(len(optimizer.bit16_groups))]
         self._held: dict[int, int] = {}
         """Group whose states are in a place, or on their way to it."""
@@ -133,8 +147,7 @@ class Passing:
         """In place of ``_optimizer_step``. The group before has been rounded to the weights by now, and goes back."""
         self._store()
         self._fetch(number)
-        for event in self._fetched[number][-1:]:
-            torch.cuda.current_stream().wait_event(event)
+        self._down.hold(self._fetched[number][-1])
         self._step_group(number)
         self._stepped = number
 
@@ -161,8 +174,7 @@ class Passing:
         if number is None:
             return
         group = self._groups[number]
-        now = [torch.cuda.current_stream().record_event()] if torch.cuda.is_available() else []
-        self._stored[number % self._places] = self._up.copy(group.host, group.device, now)
+        self._stored[number % self._places] = self._up.copy(group.host, group.device, self._up.now())
         if number + self._places < len(self._groups):
             self._fetch(number + self._places)
 
