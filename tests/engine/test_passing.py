@@ -68,8 +68,8 @@ def _trained(*words: str) -> tuple[list[float], list[float], dict[str, torch.Ten
 
 
 def test_states_that_pass_through_the_gpu_are_those_of_a_run_without_offload(tmp_path: Path) -> None:
-    """Two ranks, two micro batches a step, gradients clipped to a twentieth of what they are; also where each copy is as
-    late as the order between them allows."""
+    """Two ranks, two micro batches a step, gradients clipped to a twentieth of what they are; also with each copy
+    as late as the order between them allows."""
     for results in run_on_ranks(both_ways, ("bf16", "fp32"), folder=tmp_path):
         for plain, *others in results:
             assert plain[3] > memory.GPU_PLACES
