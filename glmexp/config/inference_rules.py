@@ -51,6 +51,8 @@ def _placement(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         for key in _LAYERS_ONLY:
             if f"placement.{key}" in facts.explicit:
                 yield Problem(f"placement.{key}", f"without effect with placement={name}", "placement=layers")
+    if name != "tensor_parallel" and "placement.peer_sums" in facts.explicit:
+        yield Problem("placement.peer_sums", f"without effect with placement={name}", "placement=tensor_parallel")
     if name == "layers" and ranks > 1:
         yield Problem(
             "launcher.nproc", f"{ranks} ranks, but placement=layers is one that sees all GPUs", "launcher.nproc=1"

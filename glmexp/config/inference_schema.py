@@ -21,6 +21,9 @@ class PlacementSection:
     """layers: most bytes of weights in CPU memory. Null: what is free."""
     disk_folder: str | None
     """layers: folder for blocks that fit nowhere else. Null: that they do not fit is an error."""
+    peer_sums: bool
+    """tensor_parallel: sum a token's hidden states by a kernel that writes into the other GPUs' memory, where a trial
+    at the start shows that it is right there; else, and with false, by NCCL."""
 
 
 @dataclass

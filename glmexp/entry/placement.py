@@ -39,7 +39,7 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
     tensor_parallel.share_out(plain, family, distributed.rank(), distributed.world_size())
     shared: Any = plain
     shared = shared.to(distributed.device()).eval()
-    peer_sum.connect(plain.config.hidden_size, plain.dtype, distributed.device())
+    peer_sum.connect(plain.config.hidden_size, plain.dtype, distributed.device(), section.peer_sums)
     return shared
 
 

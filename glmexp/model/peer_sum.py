@@ -8,11 +8,14 @@ process group sums (NCCL, gloo). ``connect`` finds out and tries it, and says wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from glmexp.model.step_ops import has_triton
 
 MOST_ROWS = 64
 """Tokens of one call; a prompt has more of them, and those sums are work for NCCL."""
@@ -85,55 +88,58 @@ class PeerMemory:
         return right
 
 
-def shared_memory(width: int, dtype: torch.dtype) -> PeerMemory:
-    """Memory of all ranks, by torch's symmetric memory without NVLink multicast. Collective. Raises where this machine
-    has none."""
-    # Nothing here multicasts, and setting it up touches the switch that the machine's other GPUs share.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    import torch.distributed._symmetric_memory as symmetric
-
-    group = dist.group.WORLD
-    assert group is not None, "ranks share a process group"
-    device = torch.device("cuda", torch.cuda.current_device())
-    own = symmetric.empty(PeerMemory.size_of(width, dist.get_world_size()), dtype=torch.int64, device=device).zero_()
-    torch.cuda.synchronize()
-    handle = symmetric.rendezvous(own, group)
-    offset = own.data_ptr() - handle.buffer_ptrs[dist.get_rank()]
-    found = PeerMemory([pointer + offset for pointer in handle.buffer_ptrs], dist.get_rank(), width, dtype)
-    found.owner = (own, handle)
-    return found
-
-
 memory: PeerMemory | None = None
 """None: the process group sums."""
 _why = "not asked for"
 
 
-def connect(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Find out how sums of ``width`` numbers go over the ranks from now on. Collective."""
+def connect(width: int, dtype: torch.dtype, device: torch.device, wanted: bool = True) -> None:
+    """Find out how sums of ``width`` numbers go over the ranks from now on. Collective.
+
+    Each step is taken by all ranks or by none, and the kernel of the trial waits for a limited time. Symmetric memory
+    is torch's, without NVLink multicast.
+    """
     global memory, _why
     define()
-    memory, _why = None, _hindrance(width, dtype, device)
+    memory, _why = None, _hindrance(width, dtype, device) if wanted else "not asked for"
     if not _all(not _why):
         _why = _why or "another rank cannot"
         return
-    found: PeerMemory | None = None
+    # Nothing here multicasts, and setting it up touches the switch that the machine's other GPUs share.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    import torch.distributed._symmetric_memory as symmetric
+
+    rank, size = dist.get_rank(), PeerMemory.size_of(width, dist.get_world_size())
+    own = _agreed(lambda: symmetric.empty(size, dtype=torch.int64, device=device).zero_())
+    if own is None:
+        return
+    torch.cuda.synchronize()
+    handle = _agreed(lambda: symmetric.rendezvous(own, dist.group.WORLD))  # type: ignore[arg-type]  # there is one
+    if handle is None:
+        return
+    offset = own.data_ptr() - handle.buffer_ptrs[rank]
+    found = _agreed(lambda: PeerMemory([at + offset for at in handle.buffer_ptrs], rank, width, dtype))
+    if found is None or not _agreed(found.is_right):
+        _why = _why or "its sums were wrong in a trial"
+        return
+    found.owner = (own, handle)
+    memory = found
+
+
+def _agreed(step: Callable[[], Any]) -> Any:
+    """What ``step`` gives, if it gives something true on every rank; else None, and why in ``_why``."""
+    global _why
+    found = None
     try:
-        found = shared_memory(width, dtype)
+        found = step()
     except Exception as error:  # noqa: BLE001 - whatever this machine lacks, NCCL is there
         _why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    if not _all(found is not None):
-        _why = _why or "another rank cannot"
-        return
-    assert found is not None
-    try:
-        right = found.is_right()
-    except Exception as error:  # noqa: BLE001 - a compiler that is missing, say
-        right, _why = False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    if _all(right):
-        memory = found
-    else:
-        _why = _why or "its sums were wrong in a trial"
+    passed = isinstance(found, Tensor) or bool(found)
+    if _all(passed):
+        return found
+    if passed:
+        _why = "another rank cannot"
+    return None
 
 
 def words() -> str:
@@ -149,6 +155,8 @@ def _hindrance(width: int, dtype: torch.dtype, device: torch.device) -> str:
         return "no GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} is not 16 bit"
+    if not has_triton():
+        return "no Triton"
     if width % 4:
         return f"{width} numbers are not whole words"
     if not 1 < dist.get_world_size() <= MOST_RANKS:

@@ -18,7 +18,7 @@ from tests.model.test_decoder import prompts
 
 
 def section(folder: Path | None, cpu_bytes: int | None) -> PlacementSection:
-    return PlacementSection("layers", None, cpu_bytes, None if folder is None else str(folder))
+    return PlacementSection("layers", None, cpu_bytes, None if folder is None else str(folder), True)
 
 
 def logits(model: Any, family: str) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_lora_is_merged_where_our_decoder_writes_and_kept_elsewhere(family: str)
             torch.nn.init.normal_(parameter, std=0.2)
     model.eval()
     before = logits(model, family)
-    single = PlacementSection("single", None, None, None)
+    single = PlacementSection("single", None, None, None, True)
     kept = placement.place(model, family, single, DecodingSection("plain"))  # type: ignore[arg-type]
     assert kept is model
     merged = placement.place(model, family, single, DecodingSection("static"))  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_a_way_that_does_not_apply_is_refused() -> None:
         placement.decoder(model, DecodingSection("static"))
     assert "static does not apply to PeftModelForCausalLM" in caught.value.report()
     assert placement.decoder(model, DecodingSection(None)) is None
-    split = PlacementSection("tensor_parallel", None, None, None)
+    split = PlacementSection("tensor_parallel", None, None, None, True)
     with pytest.raises(ConfigError) as caught:
         placement.place(model, "qwen2", split, DecodingSection(None))
     assert "has no place for a prefix of PEFT" in caught.value.report()
