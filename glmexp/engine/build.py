@@ -14,7 +14,7 @@ from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.memory import GPU_PLACES, passes_gpu, split
 from glmexp.config.schema import RunConfig
 from glmexp.engine import accumulation, grad_norm, run_ahead
-from glmexp.engine.passing import keep_on_host
+from glmexp.engine.passing import keep_on_host, make_without_gradients
 from glmexp.engine.schedule import lr_factor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,6 +78,8 @@ def make_ready(model: nn.Module, config: RunConfig) -> None:
     partitioned loading alone at stage 3, and what an artifact holds must not depend on the stage.
     """
     import_muon_plainly()
+    if passes_gpu(config.offload):
+        make_without_gradients()
     _check_leaf_modules(model, config.zero.leaf_modules or [])
     dtype = DTYPES[config.precision.dtype]
     for _, parameter in trainable(model):

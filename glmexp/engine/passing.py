@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import zip_longest
 from typing import Any
 
@@ -28,6 +29,22 @@ KINDS = ("exp_avg", "exp_avg_sq")
 """Adam's names of the moments, which lie behind the master."""
 PIECE = 2**23
 """Elements of a copy, which takes half a millisecond: a small one of somebody else gets its turn in between."""
+
+
+def make_without_gradients() -> None:
+    """Before DeepSpeed's optimizer of stage 1 or 2 is made: it (0.19.8) makes float32 gradients of everything, a third
+    of all that stands on the GPU then, and takes them away again. Those of its own offload stay, and are made."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    plain = DeepSpeedZeroOptimizer.initialize_optimizer_states
+    if not hasattr(plain, "__wrapped__"):
+
+        @wraps(plain)
+        def lean(optimizer: Any) -> None:
+            if optimizer.cpu_offload:
+                plain(optimizer)
+
+        DeepSpeedZeroOptimizer.initialize_optimizer_states = lean
 
 
 def keep_on_host(optimizer: Any, places: int, pinned: bool) -> None:
@@ -121,7 +138,7 @@ class Passing:
         self._stepped: int | None = None
         """Group that has stepped and not gone back yet."""
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the masters as DeepSpeed made them, and its gradients of float32
+            torch.cuda.empty_cache()  # the masters as DeepSpeed made them
         widest = max(group.host.numel() for group in self._groups)
         self._places = min(places, len(self._groups))
         room = [torch.empty(widest, dtype=torch.float32, device=optimizer.device) for _ in range(self._places)]

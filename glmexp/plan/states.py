@@ -160,7 +160,8 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
             passing=room if passing else 0,
             host={"masters and moments": sum(map(passing_bytes, parts))} if passing else {},
             update=max(((element + 4 if element == 2 else 4) * part for part in parts), default=0),
-            initial=weights + (MASTER + 2 * element) * sum(parts),
+            # Float32 gradients of everything stand there for a moment, but for states that pass through.
+            initial=weights + MASTER * sum(parts) + 2 * element * (max(parts, default=0) if passing else sum(parts)),
         )
     buffers = [size * part for part in parts for size in (MASTER, 4, element)] + [largest]
     host = {
