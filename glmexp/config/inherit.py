@@ -164,10 +164,10 @@ def _mapping(path: Path) -> dict[str, Any]:
     """What a run wrote as YAML or JSON, by the suffix."""
     import yaml
 
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         kind = path.suffix.lstrip(".").upper()
         raise ConfigError(Problem(str(path), f"is no valid {kind}: {error}", "restore what the run wrote")) from error
     return tree if isinstance(tree, dict) else {}

@@ -102,8 +102,12 @@ def no_pickle(path: Path, lack: str) -> ArtifactError:
 def read_card(folder: Path) -> Card:
     """The card of an artifact folder. Raises ArtifactError where it is none."""
     try:
-        return Card(**json.loads((folder / CARD).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        card = Card(**json.loads((folder / CARD).read_text(encoding="utf-8")))
+        card.model_section()
+        if not isinstance(card.tensors, dict) or not isinstance(card.method["name"], str):
+            raise ValueError("names no method, or no tensors")
+        return card
+    except (ValueError, TypeError, KeyError) as error:
         raise ArtifactError(Problem(str(folder / CARD), f"is no card: {error}", "restore the file")) from error
 
 

@@ -106,9 +106,13 @@ def load(folder: Path, model: Any) -> nn.Module:
         raise ArtifactError(
             Problem(str(folder / WEIGHTS), f"cannot be read: {error}", "the file is not whole")
         ) from error
-    config = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = True
-    loaded = PeftModelForCausalLM(model, config, autocast_adapter_dtype=False)
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        loaded = PeftModelForCausalLM(model, config, autocast_adapter_dtype=False)
+    except (KeyError, TypeError, ValueError) as error:
+        message = f"is no adapter of this base: {error}"
+        raise ArtifactError(Problem(str(folder / CONFIG), message, "restore the file")) from error
     expected = _expected_shapes(loaded)
     check_keys(folder / WEIGHTS, set(found), set(expected))
     check_shapes(folder / WEIGHTS, found, expected)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,8 @@ import pytest
 import torch
 
 from glmexp.config.compose import run_config
-from glmexp.config.errors import ArtifactError
-from glmexp.entry import serving
+from glmexp.config.errors import ArtifactError, UserError
+from glmexp.entry import artifact, serving
 from glmexp.entry.serving import Served
 from tests.entry.test_export import exported, logits, trained
 
@@ -28,6 +31,26 @@ def test_an_artifact_answers_in_its_own_format_and_in_another_that_is_chosen(tmp
     assert {parameter.dtype for parameter in other.model.parameters()} == {torch.bfloat16}
     expected = logits(own.model)
     assert float((logits(other.model).float() - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+
+
+def test_a_damaged_file_of_an_artifact_is_named(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "run", "model=tiny", "method=lora") / "artifact"
+    damages: tuple[tuple[str, bytes | dict[str, Any], Callable[[], Any]], ...] = (
+        *(
+            ("glmexp.json", damage, lambda: artifact.read_card(folder))
+            for damage in (b"{", b"[]", b"\xff", b"{}", {"model": None}, {"method": 5}, {"method": {}}, {"tensors": 1})
+        ),
+        ("glmexp.json", b"\xff", lambda: served(f"artifact.path={folder}")),
+        ("adapter_config.json", b"{", lambda: served(f"artifact.path={folder}")),
+        ("adapter_config.json", {"r": "x"}, lambda: served(f"artifact.path={folder}")),
+    )
+    for name, damage, read in damages:
+        whole = (folder / name).read_bytes()
+        content = json.dumps(json.loads(whole) | damage).encode() if isinstance(damage, dict) else damage
+        (folder / name).write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(str(folder / name))):
+            read()
+        (folder / name).write_bytes(whole)
 
 
 @pytest.mark.parametrize("layout", ["released", "transformers"])
