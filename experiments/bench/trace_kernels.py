@@ -3,7 +3,8 @@
     python -m glmexp train.profile=true train.max_steps=12 run.dir=RUN ...
     python experiments/bench/trace_kernels.py RUN [--lines 40]
 
-Milliseconds and calls a step (steps 3 to 5 are traced), the share of all kernels, and the name. With profile=true the
+How long the GPU computes, data travels between GPUs, and either; the widest gaps in which no kernel runs. Then
+milliseconds and calls a step (steps 3 to 5 are traced), the share of all kernels, and the name. With profile=true the
 traced steps wait for the device at the end of each phase: gaps between kernels are wider than they are otherwise.
 Behind them the calls in which the host waited for the device, of which these are at most 8 a step.
 """
@@ -14,9 +15,12 @@ import argparse
 import gzip
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 STEPS = 3
+Span = tuple[float, float]
 
 
 def main() -> None:
@@ -27,6 +31,7 @@ def main() -> None:
     asked = parser.parse_args()
     with gzip.open(asked.run / "profile" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
+    show_gaps([one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")])
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     waits: dict[str, int] = defaultdict(int)
@@ -42,6 +47,32 @@ def main() -> None:
         share = times[name] / whole
         print(f"{times[name] / STEPS:9.2f} ms {calls[name] / STEPS:6.1f} x {share:6.1%}  {name[: asked.width]}")
     print("waits of the host a step: " + ", ".join(f"{count / STEPS:.1f} x {name}" for name, count in waits.items()))
+
+
+def show_gaps(kernels: list[dict[str, Any]]) -> None:
+    """Milliseconds a step with kernels of either kind, and the widest gaps."""
+    travels = union([one for one in kernels if "nccl" in one["name"]])
+    computes = union([one for one in kernels if "nccl" not in one["name"]])
+    either = union(kernels)
+    print(f"computes {length(computes):.2f} ms a step, travels {length(travels):.2f}, either {length(either):.2f}")
+    gaps = sorted(((after[0] - before[1]) / 1000 for before, after in pairwise(either)), reverse=True)
+    print(f"gaps {sum(gaps) / STEPS:.2f} ms a step, widest " + ", ".join(f"{one:.2f}" for one in gaps[:20]))
+
+
+def union(kernels: list[dict[str, Any]]) -> list[Span]:
+    """Stretches of time in which at least one runs, in microseconds."""
+    spans: list[Span] = []
+    for start, end in sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def length(spans: list[Span]) -> float:
+    """Milliseconds a step."""
+    return sum(end - start for start, end in spans) / 1000 / STEPS
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python experiments/bench/zero3_speed.py --work FOLDER [--model qwen2] [--full --layers 14] [--sides stage2 stage3]
 
 Sides: stage2 and stage3 on two GPUs, stage2_one on one; ``NAME=SIDE:KEY=VALUE;...`` adds options, such as
-``tuned=stage3:zero.stage3_param_persistence_threshold=1000000``. stage3 gathers whole blocks (zero.leaf_modules);
-``hooks=stage3:zero.leaf_modules=null`` does not. Speeds count both GPUs together: perfect scaling is a ratio of 2.
+``tuned=stage3:zero.stage3_param_persistence_threshold=1000000``. stage3 is the product's own way, which gathers whole
+blocks; leaf lets DeepSpeed do that; ``hooks=stage3:zero.leaf_modules=[]`` fetches module by module. Speeds count both
+GPUs together: perfect scaling is a ratio of 2.
 phases_s in the rows have forward and backward apart from the optimizer step. See README.md and sides.py.
 """
 
@@ -39,7 +40,8 @@ def two(word: str, job: Job, steps: int, common: list[str], alone: bool = False)
     options = {
         "stage2": ["zero=stage2"],
         "stage2_one": ["zero=stage2"],
-        "stage3": ["zero=stage3", f"zero.leaf_modules=[{BLOCKS[job.model]}]"],
+        "stage3": ["zero=stage3"],
+        "leaf": ["zero=stage3", f"zero.leaf_modules=[{BLOCKS[job.model]}]"],
     }
     if kind not in options:
         raise SystemExit(f"{word}: no side of that kind; there are {', '.join(options)}")

@@ -69,6 +69,33 @@ def _on_nvme(part: str, name: str) -> Callable[[RunConfig], Any]:
     return lambda config: getattr(config.offload, name) if getattr(config.offload, part) == "nvme" else None
 
 
+def gathers_blocks(config: RunConfig) -> bool:
+    """Whether stage 3 fetches each block of the network as one piece, without being told its class: weights lie on
+    the GPUs, and no option asks for a way of DeepSpeed's own (``engine/whole_blocks.py``)."""
+    zero = config.zero
+    own = (
+        zero.leaf_modules is not None,
+        zero.stage3_module_granularity_threshold,
+        zero.stage3_use_all_reduce_for_fetch_params,
+        zero.stage3_allgather_sequential,
+        zero.zero_hpz_partition_size,
+        zero.zero_quantized_weights,
+    )
+    return zero.stage == 3 and config.offload.params is None and not any(own)
+
+
+def cuts_blocks(config: RunConfig) -> bool:
+    """Whether stage 3 fetches weights in hooks on every module of a block."""
+    return config.zero.stage == 3 and not gathers_blocks(config)
+
+
+def memory_efficient_linear(config: RunConfig) -> bool | None:
+    """Off for blocks that are whole: their weights hold no memory for the backward pass anyway, and DeepSpeed's layer
+    asks each weight for its number, so that torch.compile would make a graph for each block."""
+    own = config.zero.memory_efficient_linear
+    return False if own is None and gathers_blocks(config) else own
+
+
 ZERO = "zero_optimization"
 OPTIMIZER = f"{ZERO}.offload_optimizer"
 PARAMS = f"{ZERO}.offload_param"
@@ -90,7 +117,6 @@ SAME_NAME = (
     "stage3_module_granularity_threshold",
     "stage3_use_all_reduce_for_fetch_params",
     "stage3_allgather_sequential",
-    "memory_efficient_linear",
     "zero_hpz_partition_size",
     "zero_quantized_weights",
     "zero_quantized_gradients",
@@ -111,8 +137,9 @@ TABLE: tuple[Row, ...] = (
     Row("fp16.hysteresis", "precision.hysteresis", _scale("hysteresis")),
     Row("fp16.min_loss_scale", "precision.min_loss_scale", _scale("min_loss_scale")),
     Row("communication_data_type", "zero.communication_data_type"),
-    Row(f"{ZERO}.leaf_module.classes", "zero.leaf_modules"),
+    Row(f"{ZERO}.leaf_module.classes", "zero.leaf_modules", lambda config: config.zero.leaf_modules or None),
     *(Row(f"{ZERO}.{name}", f"zero.{name}") for name in SAME_NAME),
+    Row(f"{ZERO}.memory_efficient_linear", "zero.memory_efficient_linear", memory_efficient_linear),
     Row(f"{OPTIMIZER}.device", "offload.optimizer", _optimizer_place),
     Row(f"{OPTIMIZER}.pin_memory", "offload.pin_memory", _pinned("optimizer")),
     Row(f"{OPTIMIZER}.nvme_path", "offload.nvme_path", _on_nvme("optimizer", "nvme_path")),

@@ -19,6 +19,7 @@ from glmexp.config import (
     sweep,
     trainer_rules,
 )
+from glmexp.config.ds_config import cuts_blocks
 from glmexp.config.entries import GOES_ON, PLANS, TRAINS
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
@@ -236,11 +237,13 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _compiled_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.train.compile and config.zero.stage == 3 and not config.zero.leaf_modules:
+    if config.train.compile and cuts_blocks(config) and not config.zero.leaf_modules:
         yield Problem(
             "train.compile",
-            "true, but zero=stage3 gathers weights in hooks on every module, which cut each block's graph into pieces",
-            "train.compile=null, or zero.leaf_modules=[the class of a block], which are gathered whole",
+            "true, but zero=stage3 fetches weights in hooks on every module with these keys, which cut each block's "
+            "graph into pieces",
+            "train.compile=null, or leave parameters on the GPU and the way of fetching to glmexp "
+            "(zero.leaf_modules=null and offload.params=null)",
         )
 
 

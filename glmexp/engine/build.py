@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from glmexp.config.ds_config import gathers_blocks
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.memory import GPU_PLACES, passes_gpu, split
 from glmexp.config.schema import RunConfig
-from glmexp.engine import accumulation, grad_norm, run_ahead
+from glmexp.engine import accumulation, grad_norm, run_ahead, whole_blocks
 from glmexp.engine.passing import keep_on_host, make_without_gradients
 from glmexp.engine.schedule import lr_factor
 
@@ -81,6 +82,8 @@ def make_ready(model: nn.Module, config: RunConfig) -> None:
     if passes_gpu(config.offload):
         make_without_gradients()
     _check_leaf_modules(model, config.zero.leaf_modules or [])
+    if gathers_blocks(config):
+        whole_blocks.mark(model)
     dtype = DTYPES[config.precision.dtype]
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
@@ -113,9 +116,11 @@ def set_right(engine: Any, config: RunConfig) -> None:
     run_ahead.let(engine.optimizer)
     if passes_gpu(config.offload):
         keep_on_host(engine.optimizer, config.offload.gpu_places or GPU_PLACES, bool(config.offload.pin_memory))
-    if config.zero.leaf_modules or config.zero.stage3_module_granularity_threshold:
+    if config.zero.stage == 3:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
-        _let_leaf_inputs_require_grad(engine.module, by_name=bool(config.zero.leaf_modules))
+        _let_leaf_inputs_require_grad(engine.module, by_name=not config.zero.stage3_module_granularity_threshold)
+    if gathers_blocks(config) and distributed.world_size() > 1:
+        whole_blocks.gather(engine)
 
 
 def _check_leaf_modules(model: nn.Module, names: list[str]) -> None:

@@ -12,14 +12,14 @@ WORTHWHILE_PARAMETERS = 1_000_000_000
 """Below this a step is too short to win back the half minute that compiling takes."""
 
 
-def wanted(setting: bool | None, packed: bool, stage: int, parameters: int) -> bool:
+def wanted(setting: bool | None, packed: bool, cut: bool, parameters: int) -> bool:
     """Whether blocks are compiled: as set, else on a GPU for packed rows (few shapes) of a large network.
 
-    Not by itself under ZeRO stage 3, whose hooks on every module break the graph into pieces.
+    Not by itself where hooks on every module ``cut`` the graph into pieces (``ds_config.cuts_blocks``).
     """
     if setting is not None:
         return setting
-    return torch.cuda.is_available() and packed and stage < 3 and parameters >= WORTHWHILE_PARAMETERS
+    return torch.cuda.is_available() and packed and not cut and parameters >= WORTHWHILE_PARAMETERS
 
 
 def compile_blocks(network: Any, backend: str = "inductor") -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glmexp.config.ds_config import lower
+from glmexp.config.ds_config import cuts_blocks, lower
 from glmexp.config.errors import EXIT_STOPPED
 from glmexp.config.families import FAMILIES
 from glmexp.config.model_rules import attention_kind
@@ -110,7 +110,7 @@ def network(config: RunConfig, ds_config: dict[str, Any]) -> Any:
 def compiles(config: RunConfig, model: Any) -> bool:
     """Whether blocks and loss are compiled."""
     parameters = build.count(build.trainable(model) + build.frozen(model))
-    return compiled.wanted(config.train.compile, config.data.packing, config.zero.stage, parameters)
+    return compiled.wanted(config.train.compile, config.data.packing, cuts_blocks(config), parameters)
 
 
 def plan(config: RunConfig, batches: Batches) -> StepPlan:

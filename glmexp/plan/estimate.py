@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glmexp.config.ds_config import cuts_blocks, memory_efficient_linear
 from glmexp.config.memory import BYTES
 from glmexp.config.model_rules import attention_kind
 from glmexp.config.rules import MICRO_BATCH_SIZE
@@ -72,13 +73,13 @@ def kind_of(config: RunConfig, model: Model, on_gpu: bool = True) -> Kind:
     """How the network would be run on a GPU."""
     compiled = config.train.compile
     if compiled is None:
-        compiled = on_gpu and config.data.packing and config.zero.stage < 3 and model.elements >= COMPILED_FROM
+        compiled = on_gpu and config.data.packing and not cuts_blocks(config) and model.elements >= COMPILED_FROM
     return Kind(
         BYTES[config.precision.dtype],
         attention_kind(config)[0],
         compiled,
         config.train.gradient_checkpointing,
-        inputs_kept=config.zero.stage == 3 and config.zero.memory_efficient_linear is not False,
+        inputs_kept=config.zero.stage == 3 and memory_efficient_linear(config) is not False,
         rounds=config.precision.base == "fp8",
     )
 
