@@ -4,7 +4,7 @@ DeepSpeed (0.19.8) gathers parameter by parameter: for each one the host walks o
 records events, waits for all but the last two of them, and copies what has come (``partitioned_param_coordinator.py``,
 ``partition_parameters.py``). With the 20 tensors of a block of Qwen2-7B with an adapter the GPU waits for the host.
 Here one collective brings a block's tensors from their partitions to where they are read, nothing is copied, and the
-host waits for nothing. Partitions (``ds_tensor``), states (``ds_status``) and what lies outside of blocks stay DeepSpeed's.
+host waits for nothing. Partitions (``ds_tensor``), states (``ds_status``) and all outside of blocks stay DeepSpeed's.
 """
 
 from __future__ import annotations
