@@ -12,6 +12,9 @@ MASTER, MOMENTS = 4, 8
 """Bytes an element: float32 master, Adam's two moments."""
 FP8_MULTIPLE = 16
 """Both sizes of a weight in fp8 are multiples of it (torch._scaled_mm)."""
+BLOCK_ALIGNMENT = 256
+"""Bytes to a multiple of which each weight of a block is padded while it is whole (``engine/whole_blocks.py``), as
+torch's allocator does."""
 EXACT_PINNING = "pinned_max_round_threshold_mb:1024,pinned_max_cached_size_mb:1024"
 """Setting of torch's allocator (in 2.13, not in 2.11): pinned buffers above 1 GiB are as large as asked for and, as
 that demands, not kept."""

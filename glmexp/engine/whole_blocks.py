@@ -16,11 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from glmexp.config.memory import BLOCK_ALIGNMENT
 from glmexp.engine import distributed
 from glmexp.engine.compiled import blocks
-
-_ALIGNMENT = 256
-"""Bytes, as torch's allocator: kernels read 16 at a time."""
 
 
 def mark(model: Any) -> None:
@@ -150,7 +148,7 @@ class _Block:
         for one in self.fetched:
             assert one.dtype == one.ds_tensor.dtype, f"{one.dtype} is partitioned as {one.ds_tensor.dtype}"
             starts.append(end)
-            end += -(-one.ds_tensor.nbytes * ranks // _ALIGNMENT) * _ALIGNMENT
+            end += -(-one.ds_tensor.nbytes * ranks // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
         self._memory = torch.empty(end, dtype=torch.uint8, device=distributed.device()).untyped_storage()
         self._gathered, self._read = [], []
         for one, start in zip(self.fetched, starts, strict=True):
@@ -158,7 +156,7 @@ class _Block:
             part.set_(self._memory, start // one.element_size(), (one.ds_tensor.numel() * ranks,))
             self._gathered.append(part)
             self._read.append(part[: one.ds_numel].view(one.ds_shape))
-        self._bytes, self._nothing = end, {one.dtype: one.new_empty(0).detach() for one in self.fetched}
+        self.size_bytes, self._nothing = end, {one.dtype: one.new_empty(0).detach() for one in self.fetched}
         self._memory.resize_(0)
 
     def start(self) -> None:
@@ -169,7 +167,7 @@ class _Block:
             return
         # From the memory of the stream that computes: the collective waits for what has been given to that stream so
         # far, which is all that may still use this memory. Nothing of the block that computes next is among it.
-        self._memory.resize_(self._bytes)
+        self._memory.resize_(self.size_bytes)
         with dist._coalescing_manager(async_ops=True) as self._work:
             for part, one in zip(self._gathered, self.fetched, strict=True):
                 dist.all_gather_into_tensor(part, one.ds_tensor)

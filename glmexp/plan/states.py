@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from glmexp.config.ds_config import gathers_blocks
 from glmexp.config.memory import (
+    BLOCK_ALIGNMENT,
     BYTES,
     FP8_MULTIPLE,
     GPU_PLACES,
@@ -53,6 +55,8 @@ class States:
     """Stage 3 keeps its bucket from the start to the end."""
     gathered: int = 0
     """Stage 3: whole parameters at a time beside their partitions."""
+    block: int = 0
+    """Of them, where blocks are gathered as one piece: the largest block's."""
     initial: int = 0
     """All that stands at a time while the engine is made."""
     update: int = 0
@@ -191,13 +195,18 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
     # One rank's whole parameters are views of their partitions where those are on the GPU, and copies where they are on
     # the host (``partition_parameters.py``, NoGatherHandle); several ranks gather them, with the padding.
     whole = _persistent(config, model) if ranks > 1 or offload.params is not None else []
+    blocks = gathers_blocks(config) and ranks > 1
     persistent = element * sum(ranks * part[one.name] for one in whole)
     subgroups = [*_subgroups(config, model, part)]
     largest = element * _largest(model.trained)
     contiguous = zero.contiguous_gradients is not False
     bucket = element * (zero.reduce_bucket_size or REDUCE_BUCKET) if contiguous else 0
-    live = min(model.elements, zero.stage3_max_live_parameters or MAX_LIVE)
-    gathered = element * max(live, _largest(model.parameters)) if ranks > 1 or offload.params is not None else 0
+    names = {one.name for one in whole}
+    fetched = [one for one in model.parameters if one.name not in names and (not blocks or one.layer == REST)]
+    live = min(sum(one.elements for one in fetched), zero.stage3_max_live_parameters or MAX_LIVE)
+    gathered = element * max(live, _largest(fetched)) if ranks > 1 or offload.params is not None else 0
+    block = _block(model, names, part, ranks, element) if blocks else 0
+    gathered += 2 * block  # one computes, and the one after it is on its way
     on_gpu = offload.params is None
     weights = (element * (trained + frozen) if on_gpu else 0) + persistent
     host: dict[str, int] = {}
@@ -216,6 +225,7 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
         "buckets": bucket,
         "bucket_is_kept": True,
         "gathered": gathered,
+        "block": block,
         "largest_gradient": largest,
     }
     if offload.optimizer is None:
@@ -225,7 +235,7 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
             masters=MASTER * trained,
             moments=MOMENTS * trained,
             update=(element + 4 if element == 2 else 4) * max(subgroups, default=0),
-            initial=weights + MASTER * trained + max(4 * max(subgroups, default=0), bucket + element * trained),
+            initial=weights + MASTER * trained + max(4 * max(subgroups, default=0), bucket + element * trained + block),
             host=host,
             pinned_rounding=_rounding(config, buffers) + left,
             disk=disk,
@@ -245,6 +255,15 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
         pinned_rounding=_rounding(config, buffers) + left,
         disk=disk,
     )
+
+
+def _block(model: Model, kept: set[str], part: dict[str, int], ranks: int, element: int) -> int:
+    """Bytes of the largest block's memory while it is gathered (``engine/whole_blocks.py``)."""
+    sizes = [0] * model.network.layers
+    for one in model.parameters:
+        if one.layer != REST and one.name not in kept:
+            sizes[one.layer] += -(-element * ranks * part[one.name] // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+    return max(sizes)
 
 
 def _persistent(config: RunConfig, model: Model) -> list[Parameter]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glmexp.config.ds_config import cuts_blocks
 from glmexp.config.memory import BYTES, MASTER, MOMENTS, passes_gpu
 from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
@@ -28,11 +29,12 @@ TRAFFIC, TRAFFIC_COMPILED = 1 / 0.658e-12, 1 / 0.2e-12
 LOGITS, LOGITS_COMPILED = 1 / 14.9e-12, 1 / 1.0e-12
 """The same for logits in the loss."""
 PASS_S, TENSOR_S, MICRO_S = 1.74e-3, 0.806e-3, 8.7e-3
-"""Host seconds: of one pass through a block; at stage 3 of each of its parameters (hooks); of a micro batch."""
+"""Host seconds: of one pass through a block; of each of its parameters where stage 3 has hooks on every module; of a
+micro batch."""
 COMPILED_SHARE = 0.6
 """Of the kernels of a block that are left when it is compiled."""
 STEP_S, UPDATE_BYTES, UPDATE_TENSOR_S = 6e-3, 90, 0.19e-3
-"""Of a step: on the host; bytes of memory traffic a trained element; at stage 3 a trained tensor."""
+"""Of a step: on the host; bytes of memory traffic a trained element; a trained tensor where stage 3 has such hooks."""
 HOST_ADAM_S = 0.40e-9
 """Seconds an element of AdamW on the host: 16 cores, torch's fused one."""
 PINNED, UNPINNED = 50e9, 10e9
@@ -95,8 +97,8 @@ def step_of(
     on_gpu += work.traffic / (TRAFFIC_COMPILED if kind.compiled else TRAFFIC) / memory
     on_gpu += work.rounded / (ROUNDED_COMPILED if kind.compiled else ROUNDED) / memory
     on_gpu += work.logits / (LOGITS_COMPILED if kind.compiled else LOGITS) / memory
-    stage = config.zero.stage
-    starts = work.passes * (PASS_S if stage < 3 else TENSOR_S * _tensors(model))
+    stage, hooks = config.zero.stage, cuts_blocks(config)
+    starts = work.passes * (TENSOR_S * _tensors(model) if hooks else PASS_S)
     starts *= COMPILED_SHARE if kind.compiled else 1
     gathered, reduced = _traffic(config, model, ranks)
     beside = (on_gpu**_SHARPNESS + starts**_SHARPNESS + (gathered / card.link) ** _SHARPNESS) ** (1 / _SHARPNESS)
@@ -109,7 +111,7 @@ def step_of(
         optimizer += UPDATE_BYTES * trained / (memory * BANDWIDTH["H200"])
     else:
         offload = _offload(config, model, states, trained, micro)
-    if stage == 3:
+    if hooks:
         optimizer += UPDATE_TENSOR_S * len(model.trained)
     return Seconds(micro * (beside + MICRO_S), shown * times * reduced / card.link, optimizer, offload)
 

@@ -73,7 +73,7 @@ def _compare(one: Cell) -> dict[str, tuple[int, int]]:
     engine.destroy()
     names = {"weights": planned.weights, "masters": planned.masters, "moments": planned.moments}
     names |= {"passing": planned.passing}
-    names |= {"gradients": planned.gradients, "buckets": planned.buckets}
+    names |= {"gradients": planned.gradients, "buckets": planned.buckets, "block": planned.block}
     names |= {f"host {name}": size for name, size in planned.host.items()}
     return {name: (size, counted.get(name, 0)) for name, size in names.items()}
 
@@ -132,6 +132,8 @@ def _kept(engine: Any, config: Any) -> dict[str, int]:
         if host:
             found["host gradients"] = _bytes([flat, *(one.grad for one in masters)])
         found["buckets"] = _bytes(bucket.buffer for bucket in optimizer.ipg_buckets.values())
+        taken_over = optimizer.parameter_offload.partition_all_parameters.__self__
+        found["block"] = max((one.size_bytes for one in getattr(taken_over, "blocks", [])), default=0)
         return found
     kept = [one for _, layer in fp8.layers(engine.module) for one in (layer.scales, layer.transposed)]
     found["weights"] = _bytes([*(one.data for one in parameters), *kept])
