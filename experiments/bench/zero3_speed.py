@@ -2,9 +2,9 @@
 
     python experiments/bench/zero3_speed.py --work FOLDER [--model qwen2] [--full --layers 14] [--sides stage2 stage3]
 
-Sides: stage2 and stage3 on two GPUs, stage2_one on one; ``NAME=SIDE:KEY=VALUE;...`` adds options, such as
+Sides: stage2, stage3 and leaf on two GPUs, stage2_one and so on on one; ``NAME=SIDE:KEY=VALUE;...`` adds options, as
 ``tuned=stage3:zero.stage3_param_persistence_threshold=1000000``. stage3 is the product's own way, which gathers whole
-blocks; leaf lets DeepSpeed do that; ``hooks=stage3:zero.leaf_modules=[]`` fetches module by module. Speeds count both
+blocks; leaf lets DeepSpeed do that; ``hooks=stage3:zero.leaf_modules=[]`` fetches module by module. Speeds count all
 GPUs together: perfect scaling is a ratio of 2.
 phases_s in the rows have forward and backward apart from the optimizer step. See README.md and sides.py.
 """
@@ -34,20 +34,20 @@ def main() -> None:
 
 
 def two(word: str, job: Job, steps: int, common: list[str], alone: bool = False) -> Side:
-    """The side that a word means."""
+    """The side that a word means; ``_one`` behind its kind: on one GPU."""
     head, _, rest = word.partition(":")
     name, _, kind = head.rpartition("=")
     options = {
         "stage2": ["zero=stage2"],
-        "stage2_one": ["zero=stage2"],
         "stage3": ["zero=stage3"],
         "leaf": ["zero=stage3", f"zero.leaf_modules=[{BLOCKS[job.model]}]"],
     }
-    if kind not in options:
+    shape, alone_on_it = kind.removesuffix("_one"), kind.endswith("_one")
+    if shape not in options:
         raise SystemExit(f"{word}: no side of that kind; there are {', '.join(options)}")
-    ranks = 1 if kind == "stage2_one" else 2
+    ranks = 1 if alone_on_it else 2
     further = rest.split(";") if rest else []
-    return product(name or kind, job, [*options[kind], *common, *further], steps, alone, ranks)
+    return product(name or kind, job, [*options[shape], *common, *further], steps, alone, ranks)
 
 
 if __name__ == "__main__":

@@ -85,8 +85,10 @@ def gathers_blocks(config: RunConfig) -> bool:
 
 
 def cuts_blocks(config: RunConfig) -> bool:
-    """Whether stage 3 fetches weights in hooks on every module of a block."""
-    return config.zero.stage == 3 and not gathers_blocks(config)
+    """Whether stage 3 leaves no graph that all blocks could share: it fetches weights in hooks on every module of a
+    block, or each linear layer asks its weight for a number of its own (``memory_efficient_linear``)."""
+    whole = gathers_blocks(config) or config.zero.leaf_modules
+    return config.zero.stage == 3 and not (whole and memory_efficient_linear(config) is False)
 
 
 def memory_efficient_linear(config: RunConfig) -> bool | None:

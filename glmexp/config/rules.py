@@ -237,13 +237,13 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _compiled_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.train.compile and cuts_blocks(config) and not config.zero.leaf_modules:
+    if config.train.compile and cuts_blocks(config):
         yield Problem(
             "train.compile",
-            "true, but zero=stage3 fetches weights in hooks on every module with these keys, which cut each block's "
-            "graph into pieces",
-            "train.compile=null, or leave parameters on the GPU and the way of fetching to glmexp "
-            "(zero.leaf_modules=null and offload.params=null)",
+            "true, but with these keys zero=stage3 fetches weights in hooks on every module, or linear layers are "
+            "DeepSpeed's: both cut each block's graph into pieces",
+            "train.compile=null, or leave parameters on the GPU and the ways of stage 3 to glmexp "
+            "(offload.params, zero.leaf_modules and zero.memory_efficient_linear null)",
         )
 
 

@@ -119,7 +119,7 @@ def set_right(engine: Any, config: RunConfig) -> None:
     if config.zero.stage == 3:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=not config.zero.stage3_module_granularity_threshold)
-    if gathers_blocks(config) and distributed.world_size() > 1:
+    if gathers_blocks(config):
         whole_blocks.gather(engine)
 
 

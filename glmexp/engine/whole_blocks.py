@@ -43,9 +43,10 @@ class _Blocks:
         self.optimizer = engine.optimizer
         self.offload = self.optimizer.parameter_offload
         self.blocks = [_Block(module) for module in modules]
-        self.kept = _Kept([one for block in self.blocks for one in block.kept])
-        own = {id(one) for block in self.blocks for one in (*block.fetched, *block.kept)}
-        self.others = _Others([one for one in engine.module.parameters() if id(one) not in own])
+        self.kept = _Kept(self.optimizer.persistent_parameters)
+        own = {id(one) for block in self.blocks for one in block.fetched}
+        others = [one for one in engine.module.parameters() if id(one) not in own and not one.ds_persist]
+        self.others = _Others(others)
         self._replace(modules)
         for place, block in enumerate(self.blocks):
             self._hook(place, block)
@@ -57,8 +58,7 @@ class _Blocks:
             for handle in [one for one in handles if id(one.hooks_dict_ref()) in places]:
                 handle.remove()
                 handles.remove(handle)
-        small = {id(one) for one in self.others.parameters if one.ds_persist}
-        self.optimizer.persistent_parameters = [one for one in self.optimizer.persistent_parameters if id(one) in small]
+        self.optimizer.persistent_parameters = []
         self.offload.partition_all_parameters = self.partition_all
         for name in ("_post_step", "checkpoint_event_epilogue"):
             setattr(self.optimizer, name, self._then_renewed(getattr(self.optimizer, name)))
@@ -128,8 +128,9 @@ class _Block:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.fetched = [one for one in module.parameters() if not one.ds_persist]
-        self.kept = [one for one in module.parameters() if one.ds_persist]
+        parameters: list[Any] = list(module.parameters())
+        self.fetched = [one for one in parameters if not one.ds_persist]
+        self.kept = [one for one in parameters if one.ds_persist]
         self.learns = False
         """The forward pass before was one that a backward pass follows."""
         self.passes_on = False
@@ -153,11 +154,16 @@ class _Block:
         self._gathered, self._read = [], []
         for one, start in zip(self.fetched, starts, strict=True):
             part = torch.empty(0, dtype=one.dtype, device=distributed.device())
-            part.set_(self._memory, start // one.element_size(), (one.ds_tensor.numel() * ranks,))
+            part.set_(self._memory, start // one.element_size(), (one.ds_tensor.numel() * ranks,), (1,))
             self._gathered.append(part)
             self._read.append(part[: one.ds_numel].view(one.ds_shape))
         self.size_bytes, self._nothing = end, {one.dtype: one.new_empty(0).detach() for one in self.fetched}
         self._memory.resize_(0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of whole weights, at this moment."""
+        return self._memory.nbytes()
 
     def start(self) -> None:
         """Begin to gather, unless that has begun."""
@@ -197,7 +203,7 @@ class _Block:
 
 
 class _Kept:
-    """Small parameters, which stay whole."""
+    """Small parameters, which stay whole: those outside of blocks too."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self.frozen = [one for one in parameters if not one.requires_grad]
@@ -216,7 +222,7 @@ class _Kept:
         """Trained ones from their partitions, in one collective; frozen ones where somebody has partitioned them."""
         missing = [one for one in self.frozen if one.ds_status is not _available()]
         if missing:
-            missing[0].all_gather(missing)
+            missing[0].all_gather_coalesced(missing).wait()
         if not self.trained:
             return
         own = torch.cat([one.ds_tensor for one in self.trained])

@@ -194,9 +194,10 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
     frozen = sum(part[one.name] for one in model.frozen)
     # One rank's whole parameters are views of their partitions where those are on the GPU, and copies where they are on
     # the host (``partition_parameters.py``, NoGatherHandle); several ranks gather them, with the padding.
-    whole = _persistent(config, model) if ranks > 1 or offload.params is not None else []
-    blocks = gathers_blocks(config) and ranks > 1
-    persistent = element * sum(ranks * part[one.name] for one in whole)
+    # Trained ones are copies on one rank too, where blocks are gathered as one piece.
+    blocks, fetches = gathers_blocks(config), ranks > 1 or offload.params is not None
+    whole = _persistent(config, model) if blocks or fetches else []
+    persistent = element * sum(ranks * part[one.name] for one in whole if fetches or one.trained)
     subgroups = [*_subgroups(config, model, part)]
     largest = element * _largest(model.trained)
     contiguous = zero.contiguous_gradients is not False
@@ -204,7 +205,7 @@ def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
     names = {one.name for one in whole}
     fetched = [one for one in model.parameters if one.name not in names and (not blocks or one.layer == REST)]
     live = min(sum(one.elements for one in fetched), zero.stage3_max_live_parameters or MAX_LIVE)
-    gathered = element * max(live, _largest(fetched)) if ranks > 1 or offload.params is not None else 0
+    gathered = element * max(live, _largest(fetched)) * fetches
     block = _block(model, names, part, ranks, element) if blocks else 0
     gathered += 2 * block  # one computes, and the one after it is on its way
     on_gpu = offload.params is None

@@ -118,13 +118,12 @@ def _kept(engine: Any, config: Any) -> dict[str, int]:
     parameters = [*engine.module.parameters()]
     if stage == 3:
         partitions = [one.ds_tensor for one in parameters]
-        whole = [one.data for one in parameters if one.ds_persist and distributed.world_size() > 1]
+        whole = [one.data for one in parameters if one.ds_persist]
         if config.offload.params is not None:
-            whole = [one.data for one in parameters if one.ds_persist]
             found["host weights"] = _bytes(partitions)
             found["weights"] = _copies(whole, partitions)
         else:
-            found["weights"] = _bytes(partitions) + _bytes(whole)
+            found["weights"] = _bytes([*partitions, *whole])
         masters = list(optimizer.fp32_partitioned_groups_flat)
         shared = {one.untyped_storage().data_ptr() for one in partitions}
         found[f"{prefix}masters"] = _bytes([m for m in masters if m.untyped_storage().data_ptr() not in shared])
