@@ -11,7 +11,7 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 
-from glmexp.config import ds_file, hydra_tree, inference_rules, inherit, launch_rules, rules, sweep
+from glmexp.config import derived, ds_file, hydra_tree, inference_rules, inherit, launch_rules, rules, sweep
 from glmexp.config.arguments import Arguments, Given, parse, understand
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Groups, Origin, Tree
@@ -185,7 +185,7 @@ class _Composer:
         if not self.outside:
             launcher = dataclasses.replace(config.launcher, nproc=ranks // config.launcher.nnodes)
             config = dataclasses.replace(config, launcher=launcher)
-        config = rules.derive(config, ranks)
+        config = derived.derive(config, ranks)
         self.warnings.extend(one for one in rules.warnings(config, explicit) if one not in self.warnings)
         return config
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from glmexp.config.entries import TRAINS
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import EvalSection, RunConfig
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 BUILTIN = "builtin:"
 HUB = "hub:"

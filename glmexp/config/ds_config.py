@@ -171,7 +171,7 @@ CONSTANT: dict[str, Any] = {
 
 
 def lower(config: RunConfig, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's JSON for a derived configuration (see ``rules.derive``) on that many ranks. Nulls are left out."""
+    """DeepSpeed's JSON for a derived configuration (see ``derived``) on that many ranks. Nulls are left out."""
     train = config.train
     product = (train.micro_batch_size or 0) * (train.grad_accum or 0) * ranks
     assert train.batch_size == product, "lower() takes a configuration that was derived for this number of ranks"

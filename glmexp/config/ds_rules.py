@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from glmexp.config.entries import PLANS
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.memory import passes_gpu
 from glmexp.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 ZERO_STAGES: dict[str, tuple[int, ...]] = {
     "reduce_bucket_size": (1, 2, 3),

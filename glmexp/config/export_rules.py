@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 _WHOLE_ONLY = ("export.dtype", "export.layout", "export.max_shard_bytes", "export.verify")
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from glmexp.config import inference_rules
 from glmexp.config.data_rules import BUILTIN, HUB
 from glmexp.config.entries import SERVES
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.launch_rules import talks
 from glmexp.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 TRAINING = ("train", "optim", "zero", "offload", "gather", "deepspeed")
 """Groups of training: a model that answers has none of it."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from glmexp.config import folders
 from glmexp.config.entries import SERVES
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.families import FAMILIES
 from glmexp.config.launch_rules import talks
 from glmexp.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 _LAYERS_ONLY = ("gpu_bytes", "cpu_bytes", "disk_folder")
 

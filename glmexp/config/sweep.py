@@ -9,17 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from glmexp.config.arguments import Given
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.nearest import conf_folder
 from glmexp.config.schema import RunConfig, SweepSection
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 DEFAULT = "grid"
 

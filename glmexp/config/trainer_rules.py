@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from glmexp.config.entries import GOES_ON, SMOKE_STEPS
 from glmexp.config.errors import Problem
+from glmexp.config.facts import Facts
 from glmexp.config.inherit import AUTO, entry_of
 from glmexp.config.schema import RunConfig
-
-if TYPE_CHECKING:
-    from glmexp.config.rules import Facts
 
 
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:

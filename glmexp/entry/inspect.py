@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
+from glmexp.config.derived import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.data import look
 from glmexp.data.batches import StepPlan

@@ -9,8 +9,8 @@ import json
 import math
 from typing import Any
 
+from glmexp.config.derived import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, DataError, Problem
-from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.data import estimate
 from glmexp.data.batches import StepPlan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glmexp.config.derived import MICRO_BATCH_SIZE
 from glmexp.config.ds_config import cuts_blocks, memory_efficient_linear
 from glmexp.config.memory import BYTES
 from glmexp.config.model_rules import attention_kind
-from glmexp.config.rules import MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import LOSS_CHUNK, ROUNDING, Activations, Batch, Kind, activations_of
 from glmexp.plan.cards import Card

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from glmexp.config import registry
+from glmexp.config.derived import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.families import FAMILIES
 from glmexp.config.memory import passes_gpu
-from glmexp.config.rules import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.schema import RunConfig
 from glmexp.plan.cards import Card
 from glmexp.plan.report import Plan, Shape, plan_of

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from glmexp.config.derived import GRAD_ACCUM
 from glmexp.config.ds_config import gathers_blocks
 from glmexp.config.memory import (
     BLOCK_ALIGNMENT,
@@ -23,7 +24,6 @@ from glmexp.config.memory import (
     passing_bytes,
     power_of_two,
 )
-from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
 from glmexp.plan.shapes import REST, Model, Parameter
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from glmexp.config.derived import GRAD_ACCUM
 from glmexp.config.ds_config import cuts_blocks
 from glmexp.config.memory import BYTES, MASTER, MOMENTS, passes_gpu
-from glmexp.config.rules import GRAD_ACCUM
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch, Kind, Trained, virtual_tokens
 from glmexp.plan.cards import BANDWIDTH, LISTED, Card
