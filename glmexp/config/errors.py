@@ -29,6 +29,11 @@ class Problem:
         return f"{text}\n    -> {self.fix}" if self.fix else text
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line; its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class UserError(Exception):
     """A mistake in what the user gave. Ends with exit code 2 and without a traceback."""
 

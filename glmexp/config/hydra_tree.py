@@ -25,7 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from glmexp.config.arguments import HYDRA_KEYS, Arguments, Given
-from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.errors import ConfigError, Problem, first_line
 from glmexp.config.load import BROKEN, MISSING, flatten
 from glmexp.config.nearest import conf_folder, unknown_key, unknown_option
 
@@ -248,8 +248,7 @@ def _plain(node: Any, name: Any, key: str, tree: Tree) -> Any:
         value = node[name]
     except OmegaConfBaseException as error:
         origin = f" (from {tree.origins[key].words})" if key in tree.origins else ""
-        text = str(error).splitlines()[0]
-        tree.problems.append(Problem(key, f"{tree.interpolated[key]} cannot be resolved: {text}{origin}"))
+        tree.problems.append(Problem(key, f"{tree.interpolated[key]} cannot be resolved: {first_line(error)}{origin}"))
         return BROKEN
     if isinstance(value, DictConfig):
         return {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config.data_rules import HUB
-from glmexp.config.errors import DataError, Problem
+from glmexp.config.errors import DataError, Problem, first_line
 from glmexp.data.files import DataFile, Fault, Record, whole_text
 from glmexp.launcher import hub
 
@@ -98,13 +98,12 @@ def from_hub(path: str) -> tuple[str, Path, str]:
         with _offline() if silent else nullcontext():
             found = datasets.load_dataset(name, *rest[:-1], split=rest[-1])
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = (
             "check name, config and split; HF_ENDPOINT=URL names another address of the hub, HF_HUB_OFFLINE=1 takes "
             "what was fetched before without asking; or download it and name its file, data.train_file=FILE"
         )
         asked = f"{silent} does not answer; " if silent else ""
-        raise DataError(Problem(path, f"cannot be loaded: {asked}{first}", fix)) from error
+        raise DataError(Problem(path, f"cannot be loaded: {asked}{first_line(error)}", fix)) from error
     finally:
         if quiet:
             datasets.enable_progress_bars()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glmexp.config.errors import ArtifactError, Problem
+from glmexp.config.errors import ArtifactError, Problem, first_line
 
 Lazy = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
 """Name to the shape and to what reads the tensor."""
@@ -50,8 +50,9 @@ def load_pickle(file: Path, stand_ins: list[Any] | None = None) -> Any:
             Problem(str(file), f"is a pickle that {what}; it was not loaded", "safetensors is wanted")
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ArtifactError(Problem(str(file), f"cannot be read: {reason}", "the file is not whole")) from error
+        raise ArtifactError(
+            Problem(str(file), f"cannot be read: {first_line(error)}", "the file is not whole")
+        ) from error
 
 
 def find(path: Path) -> Path | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glmexp.config import folders
-from glmexp.config.errors import ArtifactError, ConfigError, Problem
+from glmexp.config.errors import ArtifactError, ConfigError, Problem, first_line
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
 from glmexp.model import vocabulary
@@ -204,11 +204,10 @@ def _check_window(model: ModelSection, config: object) -> None:
 
 
 def _unreachable(model: ModelSection, error: OSError) -> ArtifactError:
-    first_line = str(error).splitlines()[0]
     return ArtifactError(
         Problem(
             "model.path",
-            f"cannot load {model.path!r}: {first_line}",
+            f"cannot load {model.path!r}: {first_line(error)}",
             "name a local folder, or a hub name that can be reached",
         )
     )
