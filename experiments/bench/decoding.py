@@ -8,7 +8,7 @@ One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; s
 (compiling and recording), then the median TPOT of five generations of 64 tokens, the share of the bandwidth that a
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
 coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots, ``..._library`` with PyTorch's kernels and
-multiplies with cuBLAS, ``..._attend`` does the latter alone. ``products``: see ``one_row.py``. ``error``: two
+multiplies with cuBLAS, ``..._attend`` does the latter alone. ``error``: two
 layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
 float32, relative to those of transformers' generate in bf16 (1.2 is allowed). Measured: results/decoding_h200.jsonl.
 With several ranks ``ways`` is tensor parallel; ``..._nccl`` sums by NCCL, not through the other GPUs' memory, and
@@ -38,7 +38,7 @@ from glmexp.model.auto import register_networks
 from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
 from glmexp.model.decoder import Decoder, Way
 from glmexp.model.random_init import build
-from glmexp.model.step_ops import has_triton, takes_rows
+from glmexp.model.step_ops import HAS_TRITON, takes_rows
 from glmexp.model.varlen import has_kernel
 
 WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
@@ -63,7 +63,7 @@ GMASK, SOP = 130001, 130004
 def main() -> None:
     """One part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=["ways", "error", "sums", "shared", "products"], nargs="+", required=True)
+    parser.add_argument("--part", choices=["ways", "error", "sums", "shared"], nargs="+", required=True)
     parser.add_argument("--ways", nargs="*", default=["plain", "graph", "compiled", "tuned"])
     parser.add_argument("--batch", nargs="*", type=int, default=[1])
     parser.add_argument("--prompt", type=int, default=128)
@@ -76,7 +76,7 @@ def main() -> None:
     peer_sum.LIMIT_NS = 20_000_000_000
     register_networks()
     for part in args.part:
-        {"ways": ways, "error": error, "sums": sums, "shared": shared, "products": products}[part](args)
+        {"ways": ways, "error": error, "sums": sums, "shared": shared}[part](args)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -151,7 +151,7 @@ def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> No
     """First generation, five more, kernels of a step."""
     decoder = None if name == "plain" else Decoder(network, *WAYS[name])
     library = name.endswith("_library")
-    slots.has_triton = (lambda: False) if library else has_triton  # type: ignore[attr-defined]
+    slots.HAS_TRITON = HAS_TRITON and not library  # type: ignore[attr-defined]
     decoder_module.takes_rows = (lambda _: False) if library or name.endswith("_attend") else takes_rows
     slots.has_kernel = (lambda _: False) if name.endswith("_masked") else has_kernel  # type: ignore[attr-defined]
     side = transformers_generate(network) if decoder is None else ours(decoder)
@@ -333,13 +333,6 @@ def sums_on_one() -> None:
             one.sum(part, part, weight, 1e-5, trial=True)
         synchronize()
         say(sum=f"own with {name}, two ranks on one GPU", us_each=round(timed(lambda w=weight: chain(w), 1) / 56, 2))
-
-
-def products(args: argparse.Namespace) -> None:
-    """One row's products; parts that follow decode with the sizes that were fastest."""
-    import one_row
-
-    one_row.main()
 
 
 def by_nccl(part: Tensor) -> Tensor:

@@ -4,8 +4,7 @@
 
 One JSON line a shape and way: microseconds of one call among 28 in a CUDA graph, each with its own weights, bytes a
 second, and the largest error against float64 relative to cuBLAS's. ``half`` shapes are those of two ranks. A way of our
-own is rows and columns that a program looks at together, its warps and its stages. ``decoding.py --part products ways``
-decodes with what was fastest here.
+own is rows and columns that a program looks at together, its warps and its stages.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LAYERS = 28
 
 
 def main() -> None:
-    """All shapes; the fastest size of each is what ``step_kernels`` takes from then on."""
+    """All shapes."""
     from decoding import timed
 
     from glmexp.model import step_kernels
@@ -59,7 +58,7 @@ def main() -> None:
         for size in ("cublas", *SIZES):
             one: Any = library
             if isinstance(size, tuple):
-                one, step_kernels.SIZES[rows, columns] = own, size
+                one, step_kernels.SIZE = own, size
             try:
                 error = (one(weights[0]).double() - exact).abs().max().item() / allowed
                 turn = iter(weights * 1000)
@@ -70,7 +69,6 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - the others are still worth their numbers
                 print(json.dumps({"product": name, "way": size, "failed": f"{type(error).__name__}: {error}"[:300]}))
         best = min((size for size in found if isinstance(size, tuple)), key=found.__getitem__)
-        step_kernels.SIZES[rows, columns] = best
         print(json.dumps({"product": name, "best": best, "of_cublas": round(found[best] / found["cublas"], 3)}))
         del weights
 

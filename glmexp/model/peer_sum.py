@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from glmexp.model.step_ops import has_triton
+from glmexp.model.step_ops import HAS_TRITON
 
 MOST_ROWS = 64
 """Tokens of one call; a prompt has more of them, and those sums are work for NCCL."""
@@ -155,7 +155,7 @@ def _hindrance(width: int, dtype: torch.dtype, device: torch.device) -> str:
         return "no GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"{str(dtype).removeprefix('torch.')} is not 16 bit"
-    if not has_triton():
+    if not HAS_TRITON:
         return "no Triton"
     if width % 4:
         return f"{width} numbers are not whole words"

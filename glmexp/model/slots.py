@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from glmexp.model import step_ops
-from glmexp.model.step_ops import has_triton
+from glmexp.model.step_ops import HAS_TRITON
 from glmexp.model.varlen import has_kernel
 
 SLOTS = "slots"
@@ -188,7 +188,7 @@ def slots_attention(
     assert attention_mask is None and query.shape[2] == 1, "slots are for one token a row"  # noqa: PT018
     batch, heads, _, head_size = query.shape
     slots, groups = key.shape[1:3]
-    if has_kernel(query) and has_triton():
+    if has_kernel(query) and HAS_TRITON:
         assert scaling is not None, "attention says how it scales"
         context = torch.ops.glmexp.attend_slots(query.flatten(1, 2), key, value, filled.used, scaling)
         return context.view(batch, 1, heads, head_size), None

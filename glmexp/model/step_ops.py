@@ -5,16 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-
-@cache
-def has_triton() -> bool:
-    """It comes with torch for CUDA on Linux."""
-    return importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""It comes with torch for CUDA on Linux. A constant: the compiler may not look for modules in what it traces."""
 
 
 def define() -> None:
@@ -61,7 +57,7 @@ def takes_rows(network: nn.Module) -> bool:
         and torch.version.cuda is not None
         and weight.dtype in (torch.bfloat16, torch.float16)
         and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-        and has_triton()
+        and HAS_TRITON
     )
 
 

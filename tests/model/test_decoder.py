@@ -214,6 +214,30 @@ def test_one_row_has_products_of_its_own_while_it_is_decoded(monkeypatch: pytest
     torch._dynamo.reset()
 
 
+def test_what_a_gpu_does_in_a_step_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a graph break: with fullgraph that would be an error, on a GPU alone."""
+    import torch._dynamo
+
+    from glmexp.model import slots
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(slots, "has_kernel", lambda query: True)
+    names: list[str] = []
+
+    def noting(graph: Any, example: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return lambda *args: (torch.zeros(2, 1, 4, 8),)  # the operator needs a GPU
+
+    filled = slots.Filled.empty(2, 16, torch.device("cpu"))
+    query, keys = torch.zeros(2, 4, 1, 8), torch.zeros(2, 16, 2, 8)
+    for triton, name in ((True, "attend_slots"), (False, "flash_attention")):
+        monkeypatch.setattr(slots, "HAS_TRITON", triton)
+        traced = torch.compile(slots.slots_attention, fullgraph=True, dynamic=False, backend=noting)
+        traced(None, query, keys, keys, None, scaling=1.0, filled=filled)
+        assert any(name in one for one in names)
+    torch._dynamo.reset()
+
+
 def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses one more than its limit: with fullgraph that is an error."""
     import torch._dynamo
