@@ -38,9 +38,10 @@ MEMORY_FIT = (
     "qwen2-14-4096-full-s2-ladder-ckpt",
     "chatglm3-4-2048-full-s2-offload-ckpt", "qwen2-4-512-full-s3-all-ckpt", "chatglm3-4-2048-freeze-s2",
     "qwen2-4-512-freeze-s1-ckpt", "chatglm3-4-2048-full-s2-packed",
+    "chatglm3-4-2048-lora-s2-fp8", "chatglm3-4-2048-lora-s2-fp8-once",
 )  # fmt: skip
 """Lines that were looked at when constants were set (chunks of the loss, copies while an engine is made, gradients on
-their way). The others were not."""
+their way, what rounding to fp8 takes). The others were not."""
 TIME_FIT = (
     "qwen2-4-4096-lora-s2-packed-ckpt", "qwen2-4-8192-lora-s2-packed", "chatglm3-4-2048-lora-s2",
     "chatglm3-4-2048-lora-s3", "chatglm3-4-2048-full-s2-accum", "chatglm3-4-512-ptuning-s0-ckpt",

@@ -158,7 +158,7 @@ def convert(model: nn.Module, network: Any, trained: Collection[str], keep_trans
     """
     inside = {id(module) for block in blocks(network) for module in block.modules()}
     found = [
-        (name, module)
+        name
         for name, module in model.named_modules()
         if type(module) is nn.Linear
         and id(module) in inside
@@ -173,9 +173,11 @@ def convert(model: nn.Module, network: Any, trained: Collection[str], keep_trans
                 "precision.base=null",
             )
         )
-    for name, module in found:
+    for name in found:  # not the modules: each weight in 16 bit goes when its layer has its own
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, Fp8Linear(module, keep_transposed))
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), "as it was found"
+        setattr(model.get_submodule(parent), leaf, Fp8Linear(linear, keep_transposed))
     return len(found)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from glmexp.config.schema import RunConfig
 from glmexp.plan.shapes import REST, Model, Network, Parameter
+from glmexp.plan.states import low_matrices
 
 LOSS_CHUNK = 1 << 26
 """Logits in float32 at a time (``engine.loss.CHUNK_ELEMENTS``)."""
@@ -52,8 +53,6 @@ class Kind:
     checkpointing: bool
     inputs_kept: bool = False
     """Stage 3's own linear layer keeps its input whatever is trained (``zero.memory_efficient_linear``)."""
-    rounds: bool = False
-    """Frozen linear layers of the blocks are in fp8: what meets them is rounded (``engine/fp8.py``)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ class Activations:
     """With checkpointing: what one block keeps while it is computed again."""
     backward: int
     """Gradients that one block's backward pass has at a time."""
+    rounding: int
+    """Copies of one of them while it is rounded to fp8."""
 
 
 def activations_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) -> Activations:
@@ -103,6 +104,7 @@ def activations_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) ->
         loss_backward=logits + round(BACKWARD_CHUNKS * chunk),
         one_block=one_block,
         backward=round(_backward(model, kind) * tokens),
+        rounding=round(_rounding(config, model, trained, kind) * tokens),
     )
 
 
@@ -252,11 +254,18 @@ def _rotation(model: Model, batch: Batch, kind: Kind) -> int:
 
 
 def _backward(model: Model, kind: Kind) -> float:
-    """Bytes a token of gradients that stand at a time in a block: those of the MLP's inner width, and of its output.
-
-    Where one is rounded to fp8 and no compiler puts that into one kernel, with its float32 copies.
-    """
+    """Bytes a token of gradients that stand at a time in a block: those of the MLP's inner width, and of its output."""
     network, element = model.network, kind.element
-    wide = (2 if network.gated else 1) * network.inner
-    fused = network.inner if network.family == "qwen2" else wide
-    return element * (wide + network.hidden) + (ROUNDING * fused if kind.rounds and not kind.compiled else 0)
+    return element * ((2 if network.gated else 1) * network.inner + network.hidden)
+
+
+def _rounding(config: RunConfig, model: Model, trained: Trained, kind: Kind) -> float:
+    """Bytes a token of float32 copies of the widest gradient that is rounded to fp8, where no compiler puts that into
+    one kernel: that of the MLP's first layer, less what the MLP had kept until then."""
+    network = model.network
+    low = [one for one in low_matrices(config, model) if trained.reaches(one.layer)]
+    if kind.compiled or not low:
+        return 0.0
+    widest = max(one.shape[0] for one in low)
+    freed = 3 if network.gated and widest > network.inner else 2
+    return ROUNDING * widest - freed * kind.element * network.inner

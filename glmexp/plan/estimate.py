@@ -80,7 +80,6 @@ def kind_of(config: RunConfig, model: Model, on_gpu: bool = True) -> Kind:
         compiled,
         config.train.gradient_checkpointing,
         inputs_kept=config.zero.stage == 3 and memory_efficient_linear(config) is not False,
-        rounds=config.precision.base == "fp8",
     )
 
 
@@ -116,7 +115,6 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
     blocks = {"activations": act.blocks + act.rest}
     gathered = {"gathered": states.gathered}
     reduced = filled if states.early else between | {"buckets": states.buckets}
-    in_block = act.one_block + act.backward
     element = BYTES[config.precision.dtype]
     return [
         Phase("load", _load(config, states, model)),
@@ -129,13 +127,23 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
             "loss",
             between | blocks | {"logits": act.logits, "loss": act.loss_backward} | gathered,
         ),
-        Phase(
-            "backward",
-            reduced | blocks | {"one block": max(in_block, states.largest_gradient + states.on_their_way)} | gathered,
-        ),
+        Phase("backward", _in_blocks(states, act, model.network.layers, between, reduced) | gathered),
         Phase("end of backward", filled | {"largest gradient": states.largest_gradient + states.on_their_way}),
         Phase("step", always | {"gradients": states.gradients, "copies of gradients": states.update}),
     ]
+
+
+def _in_blocks(states: States, act: Activations, layers: int, before: Terms, reduced: Terms) -> Terms:
+    """The worst moment of the blocks' backward pass; ``before``, ``reduced``: what stands before and with gradients."""
+    kept, in_block = {"activations": act.blocks + act.rest}, act.one_block + act.backward
+    moments = [reduced | kept | {"one block": max(in_block, states.largest_gradient + states.on_their_way)}]
+    if act.rounding:
+        # In the last block's MLP there is no gradient yet where only adapters of attention are trained; in the next
+        # one a block less is kept.
+        rounding = {"one block": in_block + act.rounding}
+        less = {"activations": act.blocks - act.blocks // layers + act.rest}
+        moments += [before | kept | rounding, reduced | less | rounding]
+    return max(moments, key=lambda terms: sum(terms.values()))
 
 
 def _load(config: RunConfig, states: States, model: Model) -> Terms:

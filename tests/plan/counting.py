@@ -61,8 +61,7 @@ def _compare(one: Cell) -> dict[str, tuple[int, int]]:
     examples, pad_id = rows(config)
     during: dict[str, int] = {}
     for _, micro_batches in batches(config, examples, pad_id, 0, 2):
-        for number, there in enumerate(micro_batches, start=1):
-            batch = distributed.to_device(there)
+        for number, batch in enumerate(micro_batches, start=1):
             engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             loss = forward_loss(engine, padded_inputs(batch), batch)
             with _Watch(engine, during):

@@ -13,11 +13,8 @@ BENCH = Path(__file__).resolve().parents[2] / "experiments" / "bench"
 MEMORY, TIME, HOST = 0.03, 0.15, 0.06
 OFFLOADED = 0.10
 """Copies of gradients on their way to the host overlap as the bus allows: not predicted more exactly than this."""
-LATE = {"qwen2-4-512-freeze-s1-ckpt": 0.21}
+LATE = {"qwen2-4-512-freeze-s1-ckpt": 0.17}
 """Steps that are further off, with the cause in docs/plan.md."""
-
-SINCE = {"chatglm3-4-2048-full-s2-accum": 0.11}
-"""Peaks that were measured when gradients of further micro batches stood in a buffer of their own: less is held now."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def test_peaks_and_steps_are_those_that_were_measured(compare: Any, lines: list[
     assert sum(not row.memory_fit for row in rows) >= 12
     assert sum(not row.time_fit for row in rows) >= 12
     for row in rows:
-        limit = OFFLOADED if row.measured_host is not None else SINCE.get(row.case, MEMORY)
+        limit = OFFLOADED if row.measured_host is not None else MEMORY
         assert abs(row.memory_error) <= limit, f"{row.case}: {row.memory_error:+.1%}"
         assert abs(row.time_error) <= LATE.get(row.case, TIME), f"{row.case}: {row.time_error:+.1%}"
     offloads = [row for row in rows if row.measured_host is not None]

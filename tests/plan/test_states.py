@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.plan.counting import METHODS, MODELS, PLACES, Cell, cell, compared
 from tests.ranks import run_on_ranks
@@ -41,15 +40,6 @@ def test_states_are_exact_on_two_ranks(tmp_path: Path) -> None:
 def test_trained_weights_that_stay_whole_are_counted_on_one_rank(tmp_path: Path) -> None:
     """Only LoRA on Qwen2 has small trained tensors beside larger ones in one buffer on the host."""
     assert not _differences([cell("tiny_qwen2", "method=lora", "3 all", "bf16", 1)], 1, tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_states_are_exact_on_a_gpu(tmp_path: Path) -> None:
-    """Where copies between host and GPU are copies."""
-    methods = ("method=full", "method=lora")
-    cells = [cell("tiny_qwen2", method, place, "bf16", 2) for method in methods for place in ("2", "3", "3 all")]
-    assert not _differences(cells, 1, tmp_path)
 
 
 @pytest.mark.states
