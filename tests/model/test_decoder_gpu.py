@@ -32,14 +32,15 @@ def test_recorded_steps_write_what_generate_writes(family: str, way: Way) -> Non
     assert decoder.generate(ids[:1], real[:1], 12, [63], PAD, slots=32).tolist() == one_row.tolist()
 
 
+@pytest.mark.parametrize("way", ["graph", "compiled"])
 @pytest.mark.parametrize("lengths", [(9,), (9, 4, 6)], ids=["one", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_is_as_exact_as_the_plain_way(family: str, lengths: tuple[int, ...]) -> None:
+def test_bf16_is_as_exact_as_the_plain_way(family: str, lengths: tuple[int, ...], way: Way) -> None:
     model, ids, real = on_gpu(family, *lengths)
     exact = network(family, "sdpa").cuda()
     model = model.to(torch.bfloat16)
     exact.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
-    decoder = Decoder(model, "graph")
+    decoder = Decoder(model, way)
     first = decoder.generate(ids, real, 2, [63], PAD)[:, :1]
     assert decoder.step is not None
     assert decoder.step.logits is not None
