@@ -5,8 +5,8 @@
 A few compiled blocks of Qwen2-7B's width with random weights, adapters on the attention's four projections and on all
 seven: one forward and backward pass of each kind in turns. One JSON line a case: milliseconds of a block (median of
 ``--repeats``, what lies around the blocks included) and how far the gradients of both are from those of plain blocks
-with PEFT's layers. They are rounded to bf16 in other places: ``thin`` may be a hundredth away, or 1.2 times as far as
-``peft``, else it ends with an error.
+with PEFT's layers in float32, over the same weights. Where ``thin`` is more than 1.2 times as far as ``peft`` it ends
+with an error.
 """
 
 from __future__ import annotations
@@ -44,27 +44,30 @@ def main() -> None:
         row = {"kind": "adapter_products", "case": case, "layers": asked.layers} | measured(asked, words)
         print(json.dumps(row), flush=True)
         keep(asked.out, [row | setting(ROOT)])
-        if row["thin"]["relative"] > max(0.01, 1.2 * row["peft"]["relative"]):
+        if row["thin"]["relative"] > 1.2 * row["peft"]["relative"]:
             wrong.append(case)
     if wrong:
-        sys.exit(f"gradients are farther from PEFT's than rounding takes them: {', '.join(wrong)}")
+        sys.exit(f"gradients are farther from float32 than PEFT's: {', '.join(wrong)}")
 
 
 def measured(asked: argparse.Namespace, words: tuple[str, ...]) -> dict[str, Any]:
     """Milliseconds a block and errors of gradients of both kinds."""
     tokens = 64 if asked.small else asked.tokens
     ids = torch.randint(3, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
+    torch._dynamo.reset()  # each case has as many graphs as it may
     models, found = {}, {}
-    for kind in ("plain", "peft", "thin"):
+    for kind in ("exact", "peft", "thin"):
         model, network = adapted(asked, *words)
         ids = ids.to(network.device)
         if kind == "thin":
             make_thin(model)
-        if kind != "plain":
+        if kind == "exact":
+            model.float()
+        else:
             compiled.compile_blocks(network, backend=asked.backend)
             models[kind] = model
         found[kind] = gradients(model, ids)[1]
-    row: dict[str, Any] = {kind: compared(found[kind], found["plain"]) for kind in models}
+    row: dict[str, Any] = {kind: compared(found[kind], found["exact"]) for kind in models}
     if not ids.is_cuda:
         return row
     times: dict[str, list[float]] = {kind: [] for kind in models}

@@ -7,6 +7,7 @@ or one of RIVALS, whose flags do (``plain:--compile;no``).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,8 +92,9 @@ def side(word: str, job: Job, steps: int, common: list[str], alone: bool = False
     command += ["--small"] * job.small + ["--seven"] * job.seven
     if kind == "plain":
         command += ["--pack", str(job.pack), "--accum", str(job.accum), *["--full"] * job.full]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     steps = max(2, min(steps, round(6 / SECONDS_A_STEP.get(kind, 0.5))))
-    return Side(name, command, metrics, steps, alone, {"PYTHONPATH": str(ROOT)})
+    return Side(name, command, metrics, steps, alone, {"PYTHONPATH": path})
 
 
 def product(name: str, job: Job, overrides: list[str], steps: int, alone: bool = False, ranks: int = 1) -> Side:

@@ -24,9 +24,13 @@ def let(optimizer: Any) -> None:
     optimizer.unscale_and_clip_grads = _clipping(optimizer, optimizer.unscale_and_clip_grads)
     # Offloaded gradients are copied to the host, which must wait for them.
     if torch.cuda.is_available() and optimizer.overlap_comm and not optimizer.cpu_offload:
-        for name in ("allreduce_and_copy", "independent_gradient_partition_epilogue"):
-            ordered = in_order(getattr(optimizer, name), stage_1_and_2, optimizer.reduction_stream)
-            setattr(optimizer, name, ordered)
+        order(optimizer, stage_1_and_2)
+
+
+def order(optimizer: Any, module: Any) -> None:
+    """Let the methods of ``optimizer``, which ``module`` defines, order streams where they let the host wait."""
+    for name in ("allreduce_and_copy", "independent_gradient_partition_epilogue"):
+        setattr(optimizer, name, in_order(getattr(optimizer, name), module, optimizer.reduction_stream))
 
 
 def in_order(method: Callable[..., Any], module: Any, reductions: Any) -> Callable[..., Any]:

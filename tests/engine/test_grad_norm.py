@@ -1,19 +1,83 @@
-"""The norm over all tensors at once is DeepSpeed's own, on two ranks too."""
+"""The norm over all tensors at once is DeepSpeed's own, on two ranks too; reductions need no wait of the host."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 
-from glmexp.engine import distributed, grad_norm
+from glmexp.engine import distributed, grad_norm, run_ahead
 from tests.engine.cells import STEPS, _engine, _train, configure, rows
 from tests.ranks import run_on_ranks
 
 
-def norms(*words: str) -> tuple[list[float], list[float], float]:
-    """Norms of STEPS steps with DeepSpeed's function and with ours, and what ours says of an infinite gradient."""
+class Stream:
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self._told = name, told
+
+    def wait_stream(self, other: Stream) -> None:
+        self._told.append(f"{self.name} waits for {other.name}")
+
+
+class Streams:
+    """DeepSpeed's accelerator as one with streams: writes down what waits for what."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator, self._named, self.on = accelerator, {}, "compute"
+        self.told: list[str] = []
+
+    def resolves_data_dependency(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.told.append("the host waits")
+
+    def current_stream(self) -> Any:
+        return self.named(self.on)
+
+    def named(self, name: str) -> Any:
+        return self._named.setdefault(name, Stream(name, self.told))
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.on = self.on, stream.name
+        yield
+        self.on = before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+def order_of_streams(engine: Any, config: Any) -> tuple[list[str], list[str]]:
+    """What DeepSpeed's reductions of a step tell of streams: as they are, and ordered."""
+    streams, optimizer = Streams(stage_1_and_2.get_accelerator()), engine.optimizer
+    stage_1_and_2.get_accelerator = lambda: streams
+    torch.Tensor.record_stream = lambda tensor, stream: None  # none on a CPU
+    reduce, optimizer.reduction_stream = optimizer.allreduce_bucket, streams.named("reductions")
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        streams.told.append(f"reduced on {streams.on}")
+        return reduce(*args, **kwargs)
+
+    optimizer.allreduce_bucket = told
+    found = []
+    for ordered in (False, True):
+        if ordered:
+            run_ahead.order(optimizer, stage_1_and_2)
+        streams.told.clear()
+        _train(engine, config, *rows(config), 1)
+        found.append(list(streams.told))
+    return found[0], found[1]
+
+
+def norms(*words: str) -> tuple[list[float], list[float], float, tuple[list[str], list[str]]]:
+    """Norms of STEPS steps with DeepSpeed's function and with ours, what ours says of an infinite gradient, and the
+    order of streams."""
     found = []
     for own in (True, False):
         config = configure(*words)
@@ -24,10 +88,21 @@ def norms(*words: str) -> tuple[list[float], list[float], float]:
             optimizer.get_grad_norm_direct = type(optimizer).get_grad_norm_direct.__get__(optimizer)
         found.append(_train(engine, config, *rows(config), STEPS)[1])
     spoiled = [torch.ones(3), torch.full((2,), torch.inf if distributed.rank() == 0 else 1.0)]
-    return found[0], found[1], float(grad_norm._grad_norm(engine.optimizer, spoiled, None))
+    infinite = float(grad_norm._grad_norm(engine.optimizer, spoiled, None))
+    return found[0], found[1], infinite, order_of_streams(engine, config)
 
 
 def test_all_tensors_at_once_give_deepspeeds_norm(tmp_path: Path) -> None:
-    for theirs, ours, spoiled in run_on_ranks(norms, "zero=stage2", "precision=bf16", folder=tmp_path):
+    # Small buckets: several reductions in a backward pass.
+    words = ("zero=stage2", "precision=bf16", "zero.reduce_bucket_size=5000")
+    for theirs, ours, spoiled, (waiting, ordered) in run_on_ranks(norms, *words, folder=tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
         assert spoiled == -1.0
+        assert "the host waits" in waiting, "or DeepSpeed has mended it"
+        assert "the host waits" not in ordered
+        reduced = [place for place, line in enumerate(ordered) if line.startswith("reduced")]
+        assert len(reduced) > 1
+        assert {ordered[place] for place in reduced} == {"reduced on reductions"}
+        for before, place in zip([-1, *reduced], reduced, strict=False):
+            assert "reductions waits for compute" in ordered[before + 1 : place], "gradients are there"
+        assert "compute waits for reductions" in ordered[reduced[-1] :], "what follows reads what was reduced"
