@@ -115,6 +115,10 @@ def without_effect(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             if f"data.{key}" in facts.explicit and getattr(data, key) is not None:
                 found = f"{getattr(data, key)} without effect: no hook of eval={','.join(config.eval.hooks)} reads rows"
                 yield Problem(f"data.{key}", found, "leave it out, or eval=[loss,...]")
+    html = config.inspect.html
+    if config.entry.name == "inspect" and html is not None and not Path(html).expanduser().absolute().parent.is_dir():
+        folder = Path(html).expanduser().absolute().parent
+        yield Problem("inspect.html", f"{folder} is no folder", "a file in a folder that is there")
     if config.entry.name != "inspect":
         for key in sorted(key for key in facts.explicit if key.startswith("inspect.")):
             yield Problem(key, f"without effect under entry={config.entry.name}", "leave it out, or entry=inspect")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from glmexp.config import (
+    artifact_rules,
     data_rules,
     ds_rules,
     export_rules,
@@ -298,6 +299,7 @@ RULES: tuple[Rule, ...] = (
     _model,
     _run,
     _entry,
+    artifact_rules.check,
     export_rules.check,
     generate_rules.check,
     inference_rules.check,

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glmexp.config.artifact_rules import LATEST, STATES
 from glmexp.config.errors import ArtifactError, Problem, first_line
 
 Lazy = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
 """Name to the shape and to what reads the tensor."""
-LATEST = "latest"
-_MODEL_FILES, _OPTIM_FILES = "*mp_rank_*_model_states.pt", "*_optim_states.pt"
+_OPTIM_FILES = "*_optim_states.pt"
 
 
 class _Inert:
@@ -58,13 +58,13 @@ def load_pickle(file: Path, stand_ins: list[Any] | None = None) -> Any:
 def find(path: Path) -> Path | None:
     """The folder with the ``.pt`` files that ``path`` means: itself, the one that ``latest`` names, or the newest
     ``global_step<N>``; None where there is none."""
-    if any(path.glob(_MODEL_FILES)):
+    if any(path.glob(STATES)):
         return path
     if (path / LATEST).is_file():
         named = path / Path((path / LATEST).read_text(encoding="utf-8").strip()).name
-        if any(named.glob(_MODEL_FILES)):
+        if any(named.glob(STATES)):
             return named
-    steps = [folder for folder in path.glob("global_step*") if any(folder.glob(_MODEL_FILES))]
+    steps = [folder for folder in path.glob("global_step*") if any(folder.glob(STATES))]
     return max(steps, key=lambda folder: _number(folder.name), default=None)
 
 
@@ -82,7 +82,7 @@ def read(folder: Path) -> tuple[Lazy, str]:
         raise ArtifactError(
             Problem(str(folder), f"is split over tensor-parallel ranks ({foreign[0]})", "join them first")
         )
-    models = [_checked_model(file) for file in _ordered(folder, _MODEL_FILES)]
+    models = [_checked_model(file) for file in _ordered(folder, STATES)]
     optims = [
         load_pickle(file, _STAND_INS)["optimizer_state_dict"] for file in _ordered(folder, _OPTIM_FILES)
     ]  # mapped: optimizer states cost nothing until they are touched

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from glmexp.config.artifact_rules import no_pickle
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import CARD, WHOLE, own_weights
@@ -77,26 +78,12 @@ def find(path: Path) -> Path:
     for folder in (path, path / FOLDER):
         if (folder / CARD).exists():
             return folder
-    raise no_pickle(path, f"holds no {CARD}")
+    raise ArtifactError(no_pickle(path, f"holds no {CARD}"))
 
 
 def is_one(path: Path) -> bool:
     """Whether ``find`` finds an artifact there."""
     return any((folder / CARD).exists() for folder in (path, path / FOLDER))
-
-
-def no_pickle(path: Path, lack: str) -> ArtifactError:
-    """What to say of a folder that ``lack``s something; where its weights are pickles, that they were not loaded."""
-    pickles = [file.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt") for file in sorted(path.glob(kind))]
-    if not pickles:
-        return ArtifactError(Problem("artifact.path", f"{path} {lack}", "name a run folder or its artifact folder"))
-    return ArtifactError(
-        Problem(
-            "artifact.path",
-            f"{path} {lack}, and {pickles[0]} is a pickle, which could run code: it was not loaded",
-            "safetensors is wanted: let the program that wrote it save as safetensors; or name an artifact folder",
-        )
-    )
 
 
 def read_card(folder: Path) -> Card:

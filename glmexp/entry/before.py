@@ -3,6 +3,8 @@ looked into, and a hub is asked once whether it is there. Nothing heavy is loade
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,6 +20,7 @@ from glmexp.data import first_look
 from glmexp.data.questions import Question, read_questions
 from glmexp.eval import prompts
 from glmexp.launcher import hub
+from glmexp.plan import shapes
 
 _LOADS = (*TRAINS, *SERVES, "inspect", "export")
 """Entries that read the checkpoint of ``model.path``, its tokenizer at least."""
@@ -27,7 +30,7 @@ _ADDRESS = "HF_ENDPOINT=URL names another address of the hub"
 def check(trials: Iterable[RunConfig]) -> None:
     """Raise what would end one of these runs before its work begins: ConfigError, DataError."""
     trials = [trial for trial in trials if trial.launcher.name != "slurm"]  # a job's machine may see other things
-    problems = [problem for trial in trials for problem in _hub(trial)]
+    problems = [problem for trial in trials for problem in (*_names(trial), *_cache(trial), *_hub(trial))]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     looks = {repr((look.args, look.keywords)): look for trial in trials for look in _looks(trial)}
@@ -42,6 +45,45 @@ def questions(config: RunConfig) -> list[Question]:
     assert path is not None, "without a file it is a chat"
     path = str(prompts.location(path)) if path == SHIPPED_PROMPTS else path
     return read_questions(path, config.data.encoding, config.generate.system)
+
+
+def _names(config: RunConfig) -> Iterator[Problem]:
+    """What is to be trained by its name, and is not in the network."""
+    method = config.method
+    if config.entry.name not in TRAINS or method.name not in ("freeze", "lora") or config.model.trust_remote_code:
+        return
+    names = shapes.names_of(config.model)
+    if method.name == "lora":
+        modules = {
+            ".".join(parts[:end]) for parts in (name.split(".") for name in names) for end in range(1, len(parts))
+        }
+        there = ", ".join(
+            sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()})
+        )
+        for saved in method.modules_to_save:
+            if not any(name == saved or name.endswith(f".{saved}") for name in modules):
+                found = f"{saved!r} matches no module of the model"
+                yield Problem("method.modules_to_save", found, f"those with weights are: {there}")
+        return
+    layers = shapes.network_of(config.model).layers
+    if method.num_layers is not None and method.num_layers > layers:
+        yield Problem("method.num_layers", f"{method.num_layers} of {layers} layers", f"give at most {layers}")
+    for pattern in method.patterns or []:
+        if not any(re.search(pattern, name) for name in names):
+            fix = f"names look like {names[0]}, {names[-1]}"
+            yield Problem("method.patterns", f"{pattern!r} matches no parameter", fix)
+
+
+def _cache(config: RunConfig) -> Iterator[Problem]:
+    """A folder for prepared rows that cannot be made."""
+    named = config.data.cache_dir
+    if named is None or not _files(config):
+        return
+    place = Path(named)
+    there = next(one for one in (place, *place.parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        found = f"{there} is no folder that can be written to"
+        yield Problem("data.cache_dir", found, "another folder; null: rows are prepared anew for each run")
 
 
 def _hub(config: RunConfig) -> Iterator[Problem]:

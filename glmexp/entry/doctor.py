@@ -46,7 +46,7 @@ def tell(config: RunConfig, origins: Mapping[str, str], run_rank: RunRank) -> in
         return 0
     ports = [29500, *([config.launcher.master_port] if config.launcher.master_port is not None else [])]
     seen = machine.look(_folders(config), ports)
-    if config.doctor.timeout_s is not None:
+    if config.doctor.timeout_s is not None and not [*needs.crowded(config, needs.Host.here())]:
         seen.bench = _bench(config, seen, run_rank)
     findings = [*diagnosis.examine(seen, config, _lacking(config)), *_login(config, seen)]
     broken = [one for one in findings if one.level == "broken"]
@@ -85,7 +85,7 @@ def _lacking(config: RunConfig) -> list[Problem]:
     """What training with this configuration needs and is not here."""
     host = needs.Host.here()
     decided, _ = needs.with_adam(config, host)
-    return [*needs.missing(decided, host)]
+    return [*needs.crowded(decided, host), *needs.missing(decided, host)]
 
 
 def _login(config: RunConfig, seen: machine.Machine) -> Iterator[Finding]:

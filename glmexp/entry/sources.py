@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from glmexp.config.artifact_rules import RECOGNISED, no_pickle
 from glmexp.config.errors import ArtifactError, ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import run_of
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 PEFT_PREFIX = "base_model.model."
 _IGNORED = "rotary_pos_emb.inv_freq"
-RECOGNISED = (
-    f"a folder with {artifact.CARD} (or its run folder), a run's checkpoints/, a DeepSpeed checkpoint (global_step*/ "
-    f"or mp_rank_00_model_states.pt), a folder with {weight_files.SINGLE} or {peft_files.CONFIG}"
-)
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def of(config: RunConfig) -> Source:
         words = f"the weights in {path}"
         source = Source(path, words, _section(path, config), None, weights, None, None, None, partial=False)
         return replace(source, tokenizer=_speaker(path, config))
-    raise ArtifactError(Problem("artifact.path", f"{path} holds nothing that can be exported", RECOGNISED))
+    raise ArtifactError(Problem("artifact.path", f"{path} holds nothing that can be loaded", RECOGNISED))
 
 
 def _of_artifact(folder: Path, config: RunConfig) -> Source:
@@ -162,7 +159,7 @@ def _of_deepspeed(path: Path, folder: Path, config: RunConfig) -> Source:
 def _of_adapter(path: Path, config: RunConfig) -> Source:
     """A PEFT folder on the base that ``model.path`` names."""
     if not (path / peft_files.WEIGHTS).is_file():
-        raise artifact.no_pickle(path, f"holds no {peft_files.WEIGHTS}")
+        raise ArtifactError(no_pickle(path, f"holds no {peft_files.WEIGHTS}"))
     method: Any = _lora_of(path / peft_files.CONFIG, config)
     words = f"the adapter {path} on {config.model.path}"
     source = Source(path, words, config.model, method, {}, None, None, None, partial=True)

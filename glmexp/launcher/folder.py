@@ -37,31 +37,40 @@ def make(config: RunConfig, composed: str | None = None, unfinished: Path | None
 
     ``mkdir`` decides between runs of the same second, so no two share a folder.
     """
-    if unfinished is not None:
-        folder = unfinished
-    elif config.train.resume not in (None, AUTO):
-        assert config.train.resume is not None
-        folder = run_of_checkpoint(Path(config.train.resume))
-    elif config.run.dir is not None:
-        folder = Path(config.run.dir).absolute()
-        if (folder / CONFIG).exists():
-            if not config.run.overwrite:
-                raise ConfigError(
-                    Problem(
-                        "run.dir",
-                        f"{folder} already holds a run",
-                        "choose another folder, train.resume=FOLDER to go on with it, or run.overwrite=true",
-                    )
-                )
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    else:
-        folder = _fresh(Path("outputs").absolute() / config.run.name)
+    try:
+        folder = _made(config, unfinished)
+    except OSError as error:
+        where = config.run.dir or "outputs"
+        fix = "run.dir=FOLDER, where this user may write"
+        raise ConfigError(Problem("run.dir", f"{where} cannot be made: {error.strerror}", fix)) from error
     config.run.dir = str(folder)
     shutil.rmtree(folder / FAILURES, ignore_errors=True)
     write(config, folder / CONFIG)
     write_json(folder / ENVIRONMENT, {"identity": composed or identity(config), **_environment(config)})
     write_status(folder, "starting")
+    return folder
+
+
+def _made(config: RunConfig, unfinished: Path | None) -> Path:
+    if unfinished is not None:
+        return unfinished
+    if config.train.resume not in (None, AUTO):
+        assert config.train.resume is not None
+        return run_of_checkpoint(Path(config.train.resume))
+    if config.run.dir is None:
+        return _fresh(Path("outputs").absolute() / config.run.name)
+    folder = Path(config.run.dir).absolute()
+    if (folder / CONFIG).exists():
+        if not config.run.overwrite:
+            raise ConfigError(
+                Problem(
+                    "run.dir",
+                    f"{folder} already holds a run",
+                    "choose another folder, train.resume=FOLDER to go on with it, or run.overwrite=true",
+                )
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

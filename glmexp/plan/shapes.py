@@ -190,6 +190,11 @@ def model_of(config: RunConfig) -> Model:
     return Model(network, tuple(_with_method(config, network, base)))
 
 
+def names_of(model: ModelSection) -> list[str]:
+    """Names of a network's parameters, in its order, nothing added by a method."""
+    return [name for name, *_ in _base(network_of(model))]
+
+
 def elements_of(model: ModelSection) -> int:
     """Elements of a network's parameters, nothing added by a method."""
     return sum(prod(shape) for _, shape, _ in _base(network_of(model)))

@@ -47,6 +47,29 @@ def test_rows_that_may_be_skipped_are(tmp_path: Path) -> None:
     check([run_config(["tracker=none"]), run_config(["entry=generate", "generate.prompts_file=builtin:prompts.jsonl"])])
 
 
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("method=freeze", "method.num_layers=9"), "method.num_layers: 9 of 4 layers"),
+        (("method=freeze", "method.num_layers=null", "method.patterns=[none]"), "'none' matches no parameter"),
+        (("method.modules_to_save=[head]",), "'head' matches no module of the model"),
+    ],
+)
+def test_names_that_the_network_has_not(words: tuple[str, ...], part: str) -> None:
+    for model in ("tiny", "tiny_qwen2"):
+        with pytest.raises(ConfigError) as caught:
+            check([run_config(["tracker=none", f"model={model}", *words])])
+        assert part in caught.value.report()
+    check([run_config(["tracker=none", "method=freeze", "method.num_layers=null", "method.patterns=[output_layer]"])])
+    check([run_config(["tracker=none", "method.modules_to_save=[output_layer]"])])
+
+
+def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data.cache_dir: .*/file is no folder that can be written to"):
+        check([run_config(["tracker=none", f"data.cache_dir={tmp_path}/file/cache"])])
+
+
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An address where nobody listens, no proxy, and nothing that was fetched before."""
