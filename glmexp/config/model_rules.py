@@ -27,9 +27,11 @@ def path(model: ModelSection) -> Iterator[Problem]:
 
 def folder(config: RunConfig) -> Iterator[Problem]:
     """The folder that is loaded, as far as its files tell."""
-    tokenizer = config.entry.name not in _READS_SIZES
+    model = folders.answering(config)
+    own = model is config.model  # what another program wrote may lie in parts, with the tokenizer of model.path
+    tokenizer = own and config.entry.name not in _READS_SIZES
     weights = tokenizer and config.entry.name != "inspect"
-    yield from folders.faults(folders.answering(config), weights, tokenizer, exported=config.artifact.path is not None)
+    yield from folders.faults(model, weights, tokenizer, exported=config.artifact.path is not None)
 
 
 def length(config: RunConfig) -> Iterator[Problem]:

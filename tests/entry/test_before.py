@@ -66,7 +66,7 @@ def test_names_that_the_network_has_not(words: tuple[str, ...], part: str) -> No
 
 def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="data.cache_dir: .*/file is no folder that can be written to"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: .*/file is no folder that can be written to"):
         check([run_config(["tracker=none", f"data.cache_dir={tmp_path}/file/cache"])])
 
 
