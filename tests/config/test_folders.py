@@ -15,6 +15,8 @@ from glmexp.config.schema import Sizes
 from tests.config.helpers import config, refusal
 
 SIZES = dict.fromkeys(field.name for field in dataclasses.fields(Sizes))
+WHOLE = {"stage": 2, "dtype": "bf16", "method": None, "tensors": {}, "base": ""}
+"""The rest of a card."""
 TINY = Path(__file__).parents[2] / "glmexp" / "model" / "tiny" / "tiny"
 
 
@@ -59,13 +61,13 @@ def test_ranks_that_do_not_divide_what_answers_are_refused_in_whatever_form_it_l
     model = {"name": "tiny", "family": "chatglm3", "path": str(base), "init": "pretrained", "sizes": SIZES}
     artifact, run = tmp_path / "artifact", tmp_path / "run"
     artifact.mkdir()
-    (artifact / CARD).write_text(json.dumps({"gather": "trainable", "dtype": "bf16", "model": model}))
+    (artifact / CARD).write_text(json.dumps({**WHOLE, "gather": "trainable", "model": model}))
     (run / "checkpoints" / "step-2").mkdir(parents=True)
     (run / "config.yaml").write_text(json.dumps({"model": model}))
     exported = folder(
         tmp_path / "exported", model_type="glm", num_key_value_heads=3, num_attention_heads=6, intermediate_size=344
     )
-    (exported / CARD).write_text(json.dumps({"gather": "exported", "dtype": "bf16", "model": model}))
+    (exported / CARD).write_text(json.dumps({**WHOLE, "gather": "exported", "model": model}))
     for path in (artifact, base, exported, run, run / "checkpoints" / "step-2"):
         words = ("entry=evaluate", f"artifact.path={path}", "placement=tensor_parallel")
         said = refusal(*words, "launcher.nproc=2")
@@ -83,7 +85,7 @@ def test_a_prefix_of_peft_answers_on_one_device_the_plain_way(tmp_path: Path) ->
         "sizes": SIZES,
     }
     method = {"name": "ptuning", "num_virtual_tokens": 4, "prefix_projection": False, "dropout": 0.0, "lr": 0.01}
-    (tmp_path / CARD).write_text(json.dumps({"gather": "trainable", "dtype": "bf16", "model": model, "method": method}))
+    (tmp_path / CARD).write_text(json.dumps({**WHOLE, "gather": "trainable", "model": model, "method": method}))
     words = ("entry=evaluate", f"artifact.path={tmp_path}")
     assert config(*words).method.name == "ptuning"
     assert "layers has no place for a prefix of PEFT" in refusal(*words, "placement=layers")
