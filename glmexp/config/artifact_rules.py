@@ -22,7 +22,7 @@ RECOGNISED = (
     f"a folder with {CARD} (or its run folder), a run's {CHECKPOINTS}/, a DeepSpeed checkpoint (global_step*/ or "
     f"mp_rank_00_model_states.pt), a folder with model.safetensors or {ADAPTER}"
 )
-_CARD_KEYS = ("gather", "stage", "dtype", "model", "method", "tensors", "base")
+_CARD_KEYS = ("model", "method")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 

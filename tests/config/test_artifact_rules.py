@@ -17,7 +17,7 @@ from tests.config.helpers import config, refusal
     [
         ({}, "holds nothing that can be loaded"),
         ({"config.yaml": "{}"}, "holds nothing that can be loaded"),
-        ({CARD: "{}"}, "is no card: it has no gather, stage"),
+        ({CARD: "{}"}, "is no card: it has no model, method"),
         ({CARD: "CARD", "adapter_config.json": "{}"}, "holds no adapter_model.safetensors"),
         ({"adapter_config.json": "{}", "adapter_model.bin": ""}, "adapter_model.bin is a pickle"),
         (
