@@ -333,6 +333,7 @@ def _words(number: int) -> tuple[str, ...]:
 
 def test_no_valid_configuration_from_every_group_is_refused(here: Lab, tmp_path: Path) -> None:
     rows = rows_file(tmp_path / "rows.jsonl")
+    (tmp_path / "latest").touch()  # artifact.path: of a DeepSpeed checkpoint
     used = set()
     for number in range(TREES):
         words = _words(number)
