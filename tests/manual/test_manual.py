@@ -19,6 +19,7 @@ import yaml
 from tests.cli import environment
 from tests.manual.blocks import CODE, COMMANDS, ROOT, SHELL, Block, blocks, pages, skipped, spans
 from tests.manual.commands import commands, fault, syntax
+from tests.model.samples import released_config
 
 ALPACA = [{"instruction": f"第 {n} 盏灯是什么颜色？", "input": "", "output": "红色"} for n in range(200)]
 CMRC = {
@@ -43,7 +44,23 @@ CMRC = {
         }
     ],
 }
-CHATGLM = ("chatglm-6b", "chatglm2-6b", "chatglm3-6b", "Qwen2-7B-Instruct")
+QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+RELEASED = {
+    "chatglm-6b": released_config("chatglm") | {"max_sequence_length": 2048},
+    "chatglm2-6b": released_config("chatglm2") | {"seq_length": 32768},
+    "chatglm3-6b": released_config("chatglm3") | {"seq_length": 8192},
+    "Qwen2-7B-Instruct": QWEN2,
+}
 
 
 def prepare(folder: Path) -> None:
@@ -57,10 +74,15 @@ def prepare(folder: Path) -> None:
     turns = [{"messages": [{"role": "user", "content": "在吗？"}, {"role": "assistant", "content": "在。"}]}] * 200
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in turns), encoding="utf-8")
     (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "latest").touch()
     for name in ("cmrc2018_train.json", "cmrc2018_dev.json"):
         (folder / name).write_text(json.dumps(CMRC, ensure_ascii=False), encoding="utf-8")
-    for name in CHATGLM:
-        (folder / "models" / name).mkdir(parents=True)
+    for name, content in RELEASED.items():
+        model = folder / "models" / name
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps(content), encoding="utf-8")
+        for file in ("model.safetensors", "tokenizer_config.json"):
+            (model / file).touch()
 
 
 def runs(block: Block, folder: Path) -> str | None:
