@@ -115,7 +115,7 @@ def set_right(engine: Any, config: RunConfig) -> None:
     accumulation.add_in_place(engine.optimizer)
     run_ahead.let(engine.optimizer)
     if passes_gpu(config.offload):
-        keep_on_host(engine.optimizer, config.offload.gpu_places or GPU_PLACES, bool(config.offload.pin_memory))
+        keep_on_host(engine, config.offload.gpu_places or GPU_PLACES, bool(config.offload.pin_memory))
     if config.zero.stage == 3:
         _check_granularity(engine, config.zero.stage3_module_granularity_threshold)
         _let_leaf_inputs_require_grad(engine.module, by_name=not config.zero.stage3_module_granularity_threshold)

@@ -8,8 +8,10 @@ of a run without offload, since the kernels are.
 
 A group's master and moments lie in one stretch of page-locked memory. On the GPU there are ``offload.gpu_places``
 places of a group's size: group n uses place n mod places, and is fetched piece by piece as soon as what was there
-before has gone back. The first groups are fetched, and the last ones go back, beside the next forward and backward
-pass: the more places, the less is left for the step. Nobody may wait for the whole device in between.
+before has gone back. The last groups go back, and the first ones are fetched, beside the next forward and backward
+pass: the more places, the less is left for the step. They begin with that pass and not before: a small copy (the next
+batch, the loss that is read) waits until the bus has done all that was given to it earlier, 0.2 s where that was
+measured. Nobody may wait for the whole device in between.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from glmexp.engine.host_copy import Chunk
 
 KINDS = ("exp_avg", "exp_avg_sq")
 """Adam's names of the moments, which lie behind the master."""
-PIECE = 2**23
-"""Elements of a copy, which takes half a millisecond: a small one of somebody else gets its turn in between."""
+PIECE = 2**26
+"""Elements of a copy, which takes 5 ms: what comes into a place is that far behind what goes. (With an eighth of it the
+bus did 41 GB/s each way, with whole groups 49: each wait of one copy for another costs something.)"""
 
 
 def make_without_gradients() -> None:
@@ -47,9 +50,10 @@ def make_without_gradients() -> None:
         DeepSpeedZeroOptimizer.initialize_optimizer_states = lean
 
 
-def keep_on_host(optimizer: Any, places: int, pinned: bool) -> None:
+def keep_on_host(engine: Any, places: int, pinned: bool) -> None:
     """Move the states of DeepSpeed's optimizer of stage 1 or 2 to the host, and let its step fetch them."""
-    optimizer.passing = Passing(optimizer, places, pinned)
+    passing = engine.optimizer.passing = Passing(engine.optimizer, places, pinned)
+    engine.module.register_forward_pre_hook(lambda module, inputs: passing.go_on())
 
 
 def settle(optimizer: Any) -> None:
@@ -136,7 +140,9 @@ class Passing:
         self._stored: dict[int, list[Any]] = {}
         """Events behind the last copy out of a place, by piece."""
         self._stepped: int | None = None
-        """Group that has stepped and not gone back yet."""
+        """Group that has stepped last, and whose weights are not rounded yet."""
+        self._left: list[int] = []
+        """Groups that have stepped and whose places nobody waits for: they go back with the next forward pass."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # the masters as DeepSpeed made them
         widest = max(group.host.numel() for group in self._groups)
@@ -149,7 +155,7 @@ class Passing:
 
     def step(self, closure: Any = None) -> None:
         """In place of ``step``: DeepSpeed sees the states on the GPU while it runs."""
-        self._fetch_first()
+        self.go_on()
         for group in self._groups:
             group.put(on_host=False)
         try:
@@ -158,7 +164,6 @@ class Passing:
         finally:
             for group in self._groups:
                 group.put(on_host=True)
-        self._fetch_first()
 
     def step_group(self, number: int) -> None:
         """In place of ``_optimizer_step``. The group before has been rounded to the weights by now, and goes back."""
@@ -170,13 +175,21 @@ class Passing:
 
     def settle(self) -> None:
         """See the function of this name."""
+        self._send_left()
         self._down.wait()
         self._up.wait()
         self._held.clear()
 
-    def _fetch_first(self) -> None:
+    def go_on(self) -> None:
+        """With a forward pass: the last groups of the step before go back, and the first ones of the next come."""
+        self._send_left()
         for number in range(self._places):
             self._fetch(number)
+
+    def _send_left(self) -> None:
+        for number in self._left:
+            self._send(number)
+        self._left.clear()
 
     def _fetch(self, number: int) -> None:
         place = number % self._places
@@ -190,10 +203,15 @@ class Passing:
         number, self._stepped = self._stepped, None
         if number is None:
             return
+        if number + self._places < len(self._groups):
+            self._send(number)
+            self._fetch(number + self._places)
+        else:
+            self._left.append(number)
+
+    def _send(self, number: int) -> None:
         group = self._groups[number]
         self._stored[number % self._places] = self._up.copy(group.host, group.device, self._up.now())
-        if number + self._places < len(self._groups):
-            self._fetch(number + self._places)
 
 
 def _on_host(optimizer: Any, number: int, pinned: bool) -> _Group:

@@ -39,6 +39,8 @@ HOST_ADAM_S = 0.40e-9
 """Seconds an element of AdamW on the host: 16 cores, torch's fused one."""
 PINNED, UNPINNED = 50e9, 10e9
 """Bytes a second between host and GPU."""
+BOTH_WAYS = 48e9
+"""The same in each direction where both are used at a time."""
 HIDDEN = 0.7
 """Share of the reduction of gradients that runs beside the backward pass with ``zero.overlap_comm``."""
 _SHARPNESS = 4
@@ -178,7 +180,7 @@ def _offload(config: RunConfig, model: Model, states: States, trained: float, mi
     States that pass through the GPU: they come and go at the same time, some of them beside the passes."""
     element, rate = BYTES[config.precision.dtype], PINNED if config.offload.pin_memory else UNPINNED
     if passes_gpu(config.offload):
-        return max(0.0, (MASTER + MOMENTS) * trained - states.passing) / rate
+        return max(0.0, (MASTER + MOMENTS) * trained - states.passing) / min(rate, BOTH_WAYS)
     copies = 4 * trained + element * trained * (1 + 2 * (micro - 1))
     if config.offload.params is not None:
         copies += 2 * element * model.elements * micro
