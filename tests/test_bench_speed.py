@@ -158,8 +158,8 @@ def test_product_sides_are_commands_that_the_product_takes(bench: Any, tmp_path:
     assert full.method.name == "full"
     stage3 = zero3.two("stage3", job(False), 8, [])
     assert stage3.ranks == 2
-    assert config(stage3, 2).zero.leaf_modules is None
-    assert config(zero3.two("leaf", job(False), 8, []), 2).zero.leaf_modules == [zero3.BLOCKS[model]]
+    assert config(stage3, 2).zero.leaf_modules == [zero3.BLOCKS[model]]
+    assert config(zero3.two("blocks", job(False), 8, []), 2).zero.whole_blocks
     assert zero3.two("stage2_one", job(False), 8, []).ranks == 1
     plain = sides.side("plain:--compile;no", job(True), 8, [])
     assert plain.command[-5:] == ["--pack", "8192", "--accum", "1", "--full"]

@@ -56,8 +56,6 @@ INSTRUCTIONS = Batch(1, 8192, 5067, 48)
 """The largest micro batch of ``instruction_data.py``'s rows that plan.py met."""
 BEFORE = ("17c3aba", "5deb15a")
 """Commits at which gradients of further micro batches had a buffer of their own, and norms several kernels."""
-BY_TENSOR = ("17c3aba", "9f74c63")
-"""Commits at which stage 3 fetched weights tensor by tensor, in hooks on every module."""
 _OWN = ("data", "data.train_file", "data.cache_dir", "run.dir", "run.overwrite", "launcher.timeout_s")
 """What of a command line is a bench's own."""
 
@@ -126,8 +124,6 @@ def config_of(line: dict[str, Any]) -> RunConfig:
     for name, section in line["config"].items():
         whole = name in ("method", "tracker", "eval") or not isinstance(section, dict)
         tree[name] = section if whole else {**tree[name], **section}
-    if line["commit"] in BY_TENSOR and tree["zero"]["stage"] == 3:
-        tree["zero"] = {**tree["zero"], "leaf_modules": []}
     return load(tree)
 
 

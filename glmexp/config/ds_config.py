@@ -70,25 +70,14 @@ def _on_nvme(part: str, name: str) -> Callable[[RunConfig], Any]:
 
 
 def gathers_blocks(config: RunConfig) -> bool:
-    """Whether stage 3 fetches each block of the network as one piece, without being told its class: weights lie on
-    the GPUs, and no option asks for a way of DeepSpeed's own (``engine/whole_blocks.py``)."""
-    zero = config.zero
-    own = (
-        zero.leaf_modules is not None,
-        zero.stage3_module_granularity_threshold,
-        zero.stage3_use_all_reduce_for_fetch_params,
-        zero.stage3_allgather_sequential,
-        zero.zero_hpz_partition_size,
-        zero.zero_quantized_weights,
-    )
-    return zero.stage == 3 and config.offload.params is None and not any(own)
+    """Whether stage 3 fetches each block of the network as one piece (``engine/whole_blocks.py``)."""
+    return bool(config.zero.whole_blocks)
 
 
 def cuts_blocks(config: RunConfig) -> bool:
     """Whether stage 3 leaves no graph that all blocks could share: it fetches weights in hooks on every module of a
     block, or each linear layer asks its weight for a number of its own (``memory_efficient_linear``)."""
-    whole = gathers_blocks(config) or config.zero.leaf_modules
-    return config.zero.stage == 3 and not (whole and memory_efficient_linear(config) is False)
+    return config.zero.stage == 3 and not (gathers_blocks(config) and memory_efficient_linear(config) is False)
 
 
 def memory_efficient_linear(config: RunConfig) -> bool | None:
@@ -139,7 +128,7 @@ TABLE: tuple[Row, ...] = (
     Row("fp16.hysteresis", "precision.hysteresis", _scale("hysteresis")),
     Row("fp16.min_loss_scale", "precision.min_loss_scale", _scale("min_loss_scale")),
     Row("communication_data_type", "zero.communication_data_type"),
-    Row(f"{ZERO}.leaf_module.classes", "zero.leaf_modules", lambda config: config.zero.leaf_modules or None),
+    Row(f"{ZERO}.leaf_module.classes", "zero.leaf_modules"),
     *(Row(f"{ZERO}.{name}", f"zero.{name}") for name in SAME_NAME),
     Row(f"{ZERO}.memory_efficient_linear", "zero.memory_efficient_linear", memory_efficient_linear),
     Row(f"{OPTIMIZER}.device", "offload.optimizer", _optimizer_place),

@@ -29,11 +29,21 @@ ZERO_STAGES: dict[str, tuple[int, ...]] = {
     "stage3_allgather_sequential": (3,),
     "memory_efficient_linear": (3,),
     "leaf_modules": (3,),
+    "whole_blocks": (3,),
     "zero_hpz_partition_size": (3,),
     "zero_quantized_weights": (3,),
     "zero_quantized_gradients": (3,),
 }
 """Key of the zero section to the stages in which DeepSpeed reads it."""
+OTHER_WAYS = (
+    "leaf_modules",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+)
+"""Keys of the zero section by which DeepSpeed fetches weights; ``whole_blocks`` does it in their place."""
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 DYNAMIC_SCALE_KEYS = SCALE_KEYS[1:]
@@ -247,6 +257,21 @@ def zero_pairs(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def _idle(key: str, reason: str) -> Problem:
     return Problem(f"zero.{key}", f"without effect: {reason}", "leave out one of the two")
+
+
+def whole_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Blocks fetched as one piece lie on the GPUs, and nobody else fetches them."""
+    zero = config.zero
+    if not zero.whole_blocks:
+        return
+    others = [f"zero.{key}" for key in OTHER_WAYS if getattr(zero, key)]
+    others += ["offload.params"] if config.offload.params is not None else []
+    if others:
+        yield Problem(
+            "zero.whole_blocks",
+            f"true, but {', '.join(others)} would fetch weights in another way",
+            "zero.whole_blocks=null, or leave the others out",
+        )
 
 
 def zero_plus_plus(config: RunConfig, facts: Facts) -> Iterator[Problem]:

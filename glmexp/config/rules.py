@@ -127,13 +127,14 @@ def _ptuning(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _compiled_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.train.compile and cuts_blocks(config):
+    leaves = config.zero.leaf_modules and config.zero.memory_efficient_linear is False
+    if config.train.compile and cuts_blocks(config) and not leaves:
         yield Problem(
             "train.compile",
             "true, but with these keys zero=stage3 fetches weights in hooks on every module, or linear layers are "
             "DeepSpeed's: both cut each block's graph into pieces",
-            "train.compile=null, or leave parameters on the GPU and the ways of stage 3 to glmexp "
-            "(offload.params, zero.leaf_modules and zero.memory_efficient_linear null)",
+            "train.compile=null, or zero.whole_blocks=true, or zero.leaf_modules=[the class of a block] with "
+            "zero.memory_efficient_linear=false",
         )
 
 
@@ -283,6 +284,7 @@ RULES: tuple[Rule, ...] = (
     ds_rules.nvme,
     ds_rules.zero,
     ds_rules.zero_pairs,
+    ds_rules.whole_blocks,
     ds_rules.zero_plus_plus,
     _method,
     _compiled_blocks,

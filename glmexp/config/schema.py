@@ -137,15 +137,15 @@ class ZeroSection:
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None
     """Number format in which gradients travel. Null: the run's dtype."""
     stage3_prefetch_bucket_size: ElementsOrNone | None
-    """Elements fetched ahead of their use, blocks aside (stage 3)."""
+    """Elements fetched ahead of their use (stage 3)."""
     stage3_param_persistence_threshold: ElementsOrNone | None
     """Parameters smaller than this many elements are never partitioned (stage 3)."""
     stage3_model_persistence_threshold: ElementsOrNone | None
     """Elements that may stay unpartitioned on a GPU by the threshold above, all together (stage 3)."""
     stage3_max_live_parameters: Elements | None
-    """Elements kept whole on a GPU before they are released; two blocks come on top (stage 3)."""
+    """Elements kept whole on a GPU before they are released (stage 3)."""
     stage3_max_reuse_distance: Elements | None
-    """A parameter used again within this many elements is not released, blocks aside (stage 3)."""
+    """A parameter used again within this many elements is not released (stage 3)."""
     sub_group_size: Elements | None
     """Elements that the optimizer updates at a time (stage 3)."""
     stage3_module_granularity_threshold: ElementsOrNone | None
@@ -155,12 +155,12 @@ class ZeroSection:
     stage3_allgather_sequential: bool | None
     """Fetch parameters one by one, without a bucket: a lower peak of memory (stage 3)."""
     memory_efficient_linear: bool | None
-    """DeepSpeed's linear layer, which keeps no whole weight for the backward pass (stage 3). Null: where blocks are not
-    whole (``leaf_modules``), which need it as little."""
+    """DeepSpeed's linear layer, which keeps no whole weight for the backward pass (stage 3)."""
     leaf_modules: list[str] | None
-    """Class names of modules whose parameters DeepSpeed fetches together, as mixtures of experts need it (stage 3).
-    Null: each block is fetched whole, beside the one before it, unless parameters are offloaded; []: tensor by
-    tensor."""
+    """Class names of modules whose parameters are fetched together, as mixtures of experts need it (stage 3)."""
+    whole_blocks: bool | None
+    """Fetch each block's weights in one collective while the block before it computes, and compile blocks as at stage
+    2; two blocks are whole at a time. Not yet measured on GPUs. Null: off (stage 3)."""
     zero_hpz_partition_size: Count | None
     """ZeRO++ hpZ: ranks that share a second copy of the weights, such as the GPUs of one host (stage 3)."""
     zero_quantized_weights: bool | None
@@ -286,8 +286,8 @@ class TrainSection:
     gradient_checkpointing: bool
     """Compute activations again in the backward pass in place of storing them."""
     compile: bool | None
-    """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU, under stage 3
-    where each block is fetched whole."""
+    """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU, at stage 3
+    with zero.whole_blocks."""
     log_steps: Count
     """Optimizer steps between two lines of metrics."""
     save_steps: Count | None

@@ -28,7 +28,7 @@ CASES = {
 def _ways(cases: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """Of each case: our way with compiled blocks, then DeepSpeed's (whose linear layer stays for the whole process)."""
     found: dict[str, dict[str, Any]] = {name: {} for name in cases}
-    for way, keys in (("ours", []), ("DeepSpeed's", ["zero.leaf_modules=[]"])):
+    for way, keys in (("ours", ["zero.whole_blocks=true"]), ("DeepSpeed's", [])):
         for name, words in cases.items():
             found[name][way] = _run([*STAGE3, *words, *keys], way == "ours")
     return found
