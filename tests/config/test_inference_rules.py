@@ -21,7 +21,7 @@ def test_one_rank_where_more_would_do_the_same() -> None:
         (("placement=layers",), "placement.name: layers without effect under entry=train"),
         (("decoding.way=plain",), "decoding.way: without effect under entry=train"),
         (("entry=evaluate", "placement.gpu_bytes=9"), "placement.gpu_bytes: without effect with placement=single"),
-        (("entry=evaluate", "placement.peer_sums=false"), "placement.peer_sums: without effect with placement=single"),
+        (("entry=evaluate", "placement.peer_sums=true"), "placement.peer_sums: without effect with placement=single"),
         (("entry=evaluate", "placement=layers", "placement.gpu_bytes=9"), "without effect: there is no GPU"),
         (("entry=evaluate", "placement=layers", "launcher.nproc=2"), "placement=layers is one that sees all GPUs"),
         (("entry=evaluate", "placement=tensor_parallel"), "tensor_parallel with 1 rank shares nothing"),
