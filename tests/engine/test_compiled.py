@@ -49,9 +49,9 @@ def test_compiled_blocks_train_alike_with_one_graph_for_all(model: str) -> None:
 def test_compiles_by_itself_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     large = 6_000_000_000
-    assert wanted(None, packed=True, stage=2, parameters=large)
-    assert not wanted(None, packed=False, stage=2, parameters=large), "padded rows change their length all the time"
-    assert not wanted(None, packed=True, stage=3, parameters=large)
-    assert not wanted(None, packed=True, stage=2, parameters=1_000_000)
-    assert not wanted(False, packed=True, stage=2, parameters=large)
-    assert wanted(True, packed=False, stage=0, parameters=1)
+    assert wanted(None, packed=True, cut=False, parameters=large)
+    assert not wanted(None, packed=False, cut=False, parameters=large), "padded rows change their length all the time"
+    assert not wanted(None, packed=True, cut=True, parameters=large)
+    assert not wanted(None, packed=True, cut=False, parameters=1_000_000)
+    assert not wanted(False, packed=True, cut=False, parameters=large)
+    assert wanted(True, packed=False, cut=False, parameters=1)
