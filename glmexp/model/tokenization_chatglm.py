@@ -102,6 +102,11 @@ class ChatGLM1Tokenizer(PreTrainedTokenizer):
         return self._convert_token_to_id(self.gmask_token)
 
     @property
+    def end_token_id(self) -> int:
+        """Id of ``</s>``, which the chat model does not use; an attribute of the released tokenizer."""
+        return self._convert_token_to_id(self.end_token)
+
+    @property
     def vocab_size(self) -> int:
         """Image ids and pieces; the model's vocabulary is padded beyond."""
         return self.sp_model.get_piece_size() + self.num_image_tokens

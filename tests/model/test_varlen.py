@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,8 @@ def test_layers_with_a_window_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes, **window).save_pretrained(tmp_path)
-    section = config("model=tiny_qwen2", "data.packing=true", "model.attention=varlen", f"model.path={tmp_path}").model
+    section = config("model=tiny_qwen2", "data.packing=true", "model.attention=varlen").model
+    section = dataclasses.replace(section, path=str(tmp_path))  # a configuration alone: no folder that a run may name
     with pytest.raises(ConfigError, match="varlen has no sliding window"):
         load_network(section, torch.float32)
 
