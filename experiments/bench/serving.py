@@ -106,7 +106,8 @@ def tensor_parallel(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def answers(folder: Path) -> list[dict[str, Any]]:
     """What entry=generate wrote."""
-    return [json.loads(line) for line in (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    text = (folder / "answers.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line]  # an answer may hold what splitlines splits at
 
 
 def generate(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
