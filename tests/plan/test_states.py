@@ -47,7 +47,7 @@ def test_trained_weights_that_stay_whole_are_counted_on_one_rank(tmp_path: Path)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_states_are_exact_everywhere(model: str, ranks: int, tmp_path: Path) -> None:
-    """Half an hour; ``make`` and CI do not run it: ``pytest tests/plan -m states``."""
+    """A quarter of an hour on two cores; ``make`` and CI do not run it: ``pytest tests/plan -m states``."""
     cells = [
         cell(model, method, place, precision, accum)
         for method, place, precision, accum in itertools.product(METHODS, PLACES, ("bf16", "fp32"), (1, 2))
