@@ -19,8 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from glmexp.engine.profile import Span, length, union
+
 STEPS = 3
-Span = tuple[float, float]
 
 
 def main() -> None:
@@ -31,16 +32,17 @@ def main() -> None:
     asked = parser.parse_args()
     with gzip.open(asked.run / "profile" / "trace.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
-    show_gaps([one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")])
+    kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    show_gaps(kernels)
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     waits: dict[str, int] = defaultdict(int)
     for event in events:
         if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]:
             waits[event["name"]] += 1
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            times[event["name"]] += event["dur"] / 1000
-            calls[event["name"]] += 1
+    for kernel in kernels:
+        times[kernel["name"]] += kernel["dur"] / 1000
+        calls[kernel["name"]] += 1
     whole = sum(times.values())
     print(f"{whole / STEPS:.2f} ms of kernels a step")
     for name in sorted(times, key=lambda one: -times[one])[: asked.lines]:
@@ -51,28 +53,22 @@ def main() -> None:
 
 def show_gaps(kernels: list[dict[str, Any]]) -> None:
     """Milliseconds a step with kernels of either kind, and the widest gaps."""
-    travels = union([one for one in kernels if "nccl" in one["name"]])
-    computes = union([one for one in kernels if "nccl" not in one["name"]])
-    either = union(kernels)
-    print(f"computes {length(computes):.2f} ms a step, travels {length(travels):.2f}, either {length(either):.2f}")
+    travels = running([one for one in kernels if "nccl" in one["name"]])
+    computes = running([one for one in kernels if "nccl" not in one["name"]])
+    either = running(kernels)
+    alone = f"computes {ms_a_step(computes):.2f} ms a step, travels {ms_a_step(travels):.2f}"
+    print(f"{alone}, either {ms_a_step(either):.2f}")
     gaps = sorted(((after[0] - before[1]) / 1000 for before, after in pairwise(either)), reverse=True)
     print(f"gaps {sum(gaps) / STEPS:.2f} ms a step, widest " + ", ".join(f"{one:.2f}" for one in gaps[:20]))
 
 
-def union(kernels: list[dict[str, Any]]) -> list[Span]:
+def running(kernels: list[dict[str, Any]]) -> list[Span]:
     """Stretches of time in which at least one runs, in microseconds."""
-    spans: list[Span] = []
-    for start, end in sorted((one["ts"], one["ts"] + one["dur"]) for one in kernels):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-        else:
-            spans.append((start, end))
-    return spans
+    return union((one["ts"], one["ts"] + one["dur"]) for one in kernels)
 
 
-def length(spans: list[Span]) -> float:
-    """Milliseconds a step."""
-    return sum(end - start for start, end in spans) / 1000 / STEPS
+def ms_a_step(spans: list[Span]) -> float:
+    return length(spans) / 1000 / STEPS
 
 
 if __name__ == "__main__":

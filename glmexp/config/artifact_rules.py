@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from glmexp.config.entries import TRAINS
 from glmexp.config.errors import Problem
 from glmexp.config.facts import Facts
 from glmexp.config.families import FAMILIES
-from glmexp.config.folders import WEIGHTS
+from glmexp.config.folders import WEIGHTS, read
 from glmexp.config.inherit import CARD, CHECKPOINTS, best_trial, run_of
 from glmexp.config.schema import RunConfig
 
@@ -58,7 +56,7 @@ def no_pickle(path: Path, lack: str, way: str = "name a run folder or its artifa
 
 
 def _card(folder: Path) -> Iterator[Problem]:
-    content = _json(folder / CARD)
+    content = read(folder / CARD) or {}
     lacking = [key for key in _CARD_KEYS if key not in content]
     if lacking:
         yield Problem(str(folder / CARD), f"is no card: it has no {', '.join(lacking)}", "restore the file")
@@ -71,7 +69,7 @@ def _adapter(path: Path, config: RunConfig) -> Iterator[Problem]:
     if not (path / ADAPTER_WEIGHTS).is_file():
         yield no_pickle(path, f"holds no {ADAPTER_WEIGHTS}")
         return
-    targets = _json(path / ADAPTER).get("target_modules")
+    targets = (read(path / ADAPTER) or {}).get("target_modules")
     names = FAMILIES[config.model.family].linear_modules
     strange = [one for one in targets if one.rsplit(".", 1)[-1] not in names] if isinstance(targets, list) else []
     if strange:
@@ -84,11 +82,3 @@ def _adapter(path: Path, config: RunConfig) -> Iterator[Problem]:
 
 def _of_deepspeed(path: Path) -> bool:
     return (path / LATEST).is_file() or any(path.glob(STATES)) or any(path.glob("global_step*"))
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -47,7 +47,7 @@ _CHATGLM2_SIZES = {
     "head_size": "kv_channels",
     "max_positions": "seq_length",
 }
-_QWEN2_SIZES = {
+_OF_TRANSFORMERS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -55,8 +55,10 @@ _QWEN2_SIZES = {
     "num_attention_heads": "num_attention_heads",
     "num_key_value_heads": "num_key_value_heads",
     "max_positions": "max_position_embeddings",
-    "tied_embedding": "tie_word_embeddings",
 }
+_QWEN2_SIZES = _OF_TRANSFORMERS | {"tied_embedding": "tie_word_embeddings"}
+GLM_SIZES = _OF_TRANSFORMERS | {"head_size": "head_dim"}
+"""Of transformers' GlmForCausalLM, which exports of ChatGLM2 and 3 may be."""
 
 
 def _chatglm2(tiny: str) -> FamilyFacts:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from glmexp.config.errors import ConfigError, Problem
-from glmexp.config.families import FAMILIES, chatglm_release
+from glmexp.config.families import FAMILIES, GLM_SIZES, chatglm_release
 from glmexp.config.inherit import CARD, run_of
 from glmexp.config.schema import Family, ModelSection, RunConfig, Sizes
 
@@ -21,16 +21,6 @@ CONFIG_JSON = "config.json"
 _SHIPPED = Path(__file__).resolve().parents[1] / "model" / "tiny"
 GLM = "glm"
 """``model_type`` of transformers' GlmForCausalLM, which exports of ChatGLM2 and 3 may have."""
-_OF_TRANSFORMERS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "max_positions": "max_position_embeddings",
-}
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 WORDS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "ice_text.model", "vocab.json")
 """Files of a tokenizer: one of them is in each folder that has one."""
@@ -48,12 +38,13 @@ def folder_of(model: ModelSection) -> Path | None:
 def config_json(model: ModelSection) -> dict[str, Any] | None:
     """config.json of ``model.path``; None: random weights, a checkpoint on a hub, or none that can be read."""
     folder = None if model.init == "random" else folder_of(model)
-    return None if folder is None else _read(folder)
+    return None if folder is None else read(folder / CONFIG_JSON)
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def read(file: Path) -> dict[str, Any] | None:
+    """A JSON object; None: no such file, or none that can be read."""
     try:
-        content = json.loads((folder / CONFIG_JSON).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
@@ -61,7 +52,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def sizes_in(content: dict[str, Any], family: Family) -> Sizes:
     """Sizes that a config.json names, in the release's own words or in those of transformers."""
-    names = _OF_TRANSFORMERS if content.get("model_type") == GLM else FAMILIES[family].sizes
+    names = GLM_SIZES if content.get("model_type") == GLM else FAMILIES[family].sizes
     return Sizes(**{name: content.get(names.get(name, "")) for name in Sizes.__dataclass_fields__})
 
 
@@ -99,13 +90,13 @@ def faults(model: ModelSection, weights: bool, tokenizer: bool, exported: bool) 
     folder = folder_of(model)
     if folder is None:
         if model.path.startswith(BUILTIN):
-            known = ", ".join(f"{BUILTIN}{one.name}" for one in sorted(_SHIPPED.glob("*/")) if _read(one))
+            known = ", ".join(f"{BUILTIN}{one.name}" for one in sorted(_SHIPPED.glob("*/")) if read(one / CONFIG_JSON))
             yield Problem("model.path", f"{model.path} is not shipped", f"one of {known}, or a checkpoint's folder")
         return
     if not (folder / CONFIG_JSON).is_file():
         yield Problem("model.path", f"{folder} holds no {CONFIG_JSON}", "name the folder of a checkpoint")
         return
-    content = _read(folder)
+    content = read(folder / CONFIG_JSON)
     if content is None:
         yield Problem(str(folder / CONFIG_JSON), "is no JSON object", "download or copy the file again")
         return
