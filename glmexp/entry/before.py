@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ _ADDRESS = "HF_ENDPOINT=URL names another address of the hub"
 def check(trials: Iterable[RunConfig]) -> None:
     """Raise what would end one of these runs before its work begins: ConfigError, DataError."""
     trials = [trial for trial in trials if trial.launcher.name != "slurm"]  # a job's machine may see other things
-    problems = [problem for trial in trials for problem in (*_names(trial), *_cache(trial), *_hub(trial))]
+    silent = cache(hub.silent)  # a hub that does not answer takes its seconds once, not once a trial
+    problems = [problem for trial in trials for problem in (*_names(trial), *_cache(trial), *_hub(trial, silent))]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     looks = {repr((look.args, look.keywords)): look for trial in trials for look in _looks(trial)}
@@ -52,19 +54,11 @@ def _names(config: RunConfig) -> Iterator[Problem]:
     method = config.method
     if config.entry.name not in TRAINS or method.name not in ("freeze", "lora") or config.model.trust_remote_code:
         return
-    names = shapes.names_of(config.model)
     if method.name == "lora":
-        modules = {
-            ".".join(parts[:end]) for parts in (name.split(".") for name in names) for end in range(1, len(parts))
-        }
-        there = ", ".join(
-            sorted({name.rpartition(".")[2] for name in modules if not name.rpartition(".")[2].isdigit()})
-        )
-        for saved in method.modules_to_save:
-            if not any(name == saved or name.endswith(f".{saved}") for name in modules):
-                found = f"{saved!r} matches no module of the model"
-                yield Problem("method.modules_to_save", found, f"those with weights are: {there}")
+        if method.modules_to_save:
+            yield from _saved(method.modules_to_save, shapes.names_of(config.model))
         return
+    names = shapes.names_of(config.model)
     layers = shapes.network_of(config.model).layers
     if method.num_layers is not None and method.num_layers > layers:
         yield Problem("method.num_layers", f"{method.num_layers} of {layers} layers", f"give at most {layers}")
@@ -72,6 +66,17 @@ def _names(config: RunConfig) -> Iterator[Problem]:
         if not any(re.search(pattern, name) for name in names):
             fix = f"names look like {names[0]}, {names[-1]}"
             yield Problem("method.patterns", f"{pattern!r} matches no parameter", fix)
+
+
+def _saved(asked: Iterable[str], names: Iterable[str]) -> Iterator[Problem]:
+    """Of ``asked`` what is no module, by the names of the network's parameters."""
+    modules = {module for name in names for module in accumulate(name.split(".")[:-1], "{}.{}".format)}
+    last = {module.rpartition(".")[2] for module in modules}
+    there = ", ".join(sorted(one for one in last if not one.isdigit()))
+    for saved in asked:
+        if not any(module == saved or module.endswith(f".{saved}") for module in modules):
+            found = f"{saved!r} matches no module of the model"
+            yield Problem("method.modules_to_save", found, f"those with weights are: {there}")
 
 
 def _cache(config: RunConfig) -> Iterator[Problem]:
@@ -86,7 +91,7 @@ def _cache(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.cache_dir", found, "another folder; null: rows are prepared anew for each run")
 
 
-def _hub(config: RunConfig) -> Iterator[Problem]:
+def _hub(config: RunConfig, silent: Callable[[], str | None]) -> Iterator[Problem]:
     """What was not fetched before, where the hub cannot be asked for it."""
     model = answering(config)
     name = model.path
@@ -95,24 +100,26 @@ def _hub(config: RunConfig) -> Iterator[Problem]:
         ways = (
             "model.path=FOLDER of the checkpoint on this machine, or model.init=random to try the rest out without it"
         )
-        yield from _unreachable("model.path", name, f"{name} is no folder here and", hub.fetched(name), ways)
+        subject = f"{name} is no folder here and"
+        yield from _unreachable("model.path", name, subject, hub.fetched(name), ways, silent())
     asked = config.generate.prompts_file if config.entry.name == "generate" else None
     for path in [*_files(config), *([asked] if asked is not None else [])]:
         owner_and_name = path.removeprefix(HUB).split(":")[0]
         if path.startswith(HUB) and not Path(owner_and_name).exists():
             there = hub.data_fetched(owner_and_name)
-            yield from _unreachable(path, owner_and_name, "it", there, "download it and name its file")
+            way = "download it and name its file"
+            yield from _unreachable(path, owner_and_name, "it", there, way, silent())
 
 
-def _unreachable(where: str, name: str, subject: str, there: bool, ways: str) -> Iterator[Problem]:
-    closed, silent = hub.offline(), hub.silent()
+def _unreachable(where: str, name: str, subject: str, there: bool, ways: str, silent: str | None) -> Iterator[Problem]:
+    closed = hub.offline()
     if closed and not there:
         found = f"{subject} was not fetched before, and {closed} keeps from asking the hub"
         yield Problem(where, found, f"{ways}; or without {closed}")
     elif silent and not there:
         found = f"{subject} was not fetched before, and the hub ({silent}) does not answer"
         yield Problem(where, found, f"{ways}; {_ADDRESS}")
-    elif silent:
+    elif silent and not closed:
         hub.go_offline()
         print(f"warning: the hub ({silent}) does not answer: {name} is taken as it was fetched before", file=sys.stderr)
 
