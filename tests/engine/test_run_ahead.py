@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from glmexp.data.collate import collate
 from glmexp.engine import run_ahead
 from glmexp.engine.loop import Loop
-from tests.engine.cells import configure, rows
+from tests.engine.cells import _engine, _train, configure, rows
+from tests.ranks import run_on_ranks
 
 
 class Device:
@@ -47,6 +49,56 @@ def test_streams_are_ordered_in_place_of_a_wait_of_the_host() -> None:
         ordered(fails=True)
     assert device.asked == ["stream waits for reductions"] * 2
     assert module.get_accelerator() is device, "everywhere else the accelerator is itself"
+
+
+def test_only_the_last_micro_batch_waits_for_its_reductions() -> None:
+    """Where sums are made beside the passes; then the memory of a bucket is kept until its reduction has read it."""
+    device, told = Device(), []
+    module = SimpleNamespace(get_accelerator=lambda: device)
+    optimizer = SimpleNamespace(
+        reduction_stream="reductions",
+        bit16_groups=[[]],
+        contiguous_gradients=True,
+        use_grad_accum_attribute=False,
+        last=False,
+        _use_compact_grad_partition_buffer=lambda group: False,
+        allreduce_and_copy=lambda: None,
+        average_tensor=lambda tensor, dtype: told.append(f"average {dtype}"),
+        independent_gradient_partition_epilogue=lambda: module.get_accelerator().synchronize(),
+        finalize_gradient_accumulation_boundary=lambda: told.append("finalize"),
+    )
+    optimizer.is_gradient_accumulation_boundary = lambda: optimizer.last
+    run_ahead.order(optimizer, module)
+    optimizer.independent_gradient_partition_epilogue()
+    assert device.asked == []
+    optimizer.average_tensor(SimpleNamespace(record_stream=lambda one: told.append(f"kept for {one}")), "bf16")
+    assert told == ["kept for reductions", "average bf16"]
+    optimizer.last = True
+    optimizer.independent_gradient_partition_epilogue()
+    optimizer.finalize_gradient_accumulation_boundary()
+    assert device.asked == ["stream waits for reductions"] * 2
+
+
+def ends_of_micro_batches(*words: str) -> tuple[bool, list[bool]]:
+    """Whether sums are read at a step's end alone; for each micro batch of two steps: whether it was the last one."""
+    config = configure(*words)
+    engine = _engine(config, 2)
+    optimizer, ends = engine.optimizer, []
+    plain = optimizer.independent_gradient_partition_epilogue
+
+    def noted() -> None:
+        ends.append(optimizer.is_gradient_accumulation_boundary())
+        plain()
+
+    optimizer.independent_gradient_partition_epilogue = noted
+    _train(engine, config, *rows(config), 2)
+    return run_ahead.reads_sums_at_the_end_alone(optimizer), ends
+
+
+def test_deepspeed_says_which_micro_batch_is_the_last_one(tmp_path: Path) -> None:
+    words = ["method=full", "zero=stage2", "precision=bf16", "train.micro_batch_size=1", "train.grad_accum=3"]
+    found = run_on_ranks(ends_of_micro_batches, *words, folder=tmp_path)
+    assert found == [(True, [False, False, True] * 2)] * 2
 
 
 @pytest.mark.parametrize("norm", [0.25, 4.0, -1.0])
