@@ -56,6 +56,8 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "compiled_library": ("compiled", None),
 }
 NEW = 64
+LIMIT_S = 20.0
+"""For the other rank."""
 STOP, PAD = [1], 0
 GMASK, SOP = 130001, 130004
 
@@ -73,7 +75,6 @@ def main() -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    peer_sum.LIMIT_NS = 20_000_000_000
     register_networks()
     for part in args.part:
         {"ways": ways, "error": error, "sums": sums, "shared": shared}[part](args)
@@ -133,7 +134,7 @@ def each_alone(network: Any, args: argparse.Namespace, name: str) -> None:
 def share_out(network: Any) -> None:
     """This rank's share, in place."""
     tensor_parallel.share_out(network, "chatglm3", dist.get_rank(), dist.get_world_size())
-    peer_sum.connect(network.config.hidden_size, network.dtype, place())
+    peer_sum.connect(network.config.hidden_size, network.dtype, place(), LIMIT_S)
     say(shared=peer_sum.words())
 
 
@@ -290,7 +291,7 @@ def sums(args: argparse.Namespace) -> None:
         sums_on_one()
         return
     began = time.perf_counter()
-    peer_sum.connect(4096, torch.bfloat16, place())
+    peer_sum.connect(4096, torch.bfloat16, place(), LIMIT_S)
     say(sums=peer_sum.words(), connect_s=round(time.perf_counter() - began, 2))
     own = peer_sum.memory
     for rows in (1, 16, 64):

@@ -5,11 +5,12 @@
 
 ``bench``: ChatGLM3-6B's shape with random weights in bf16, batch 1, 16 and 64, 64 tokens after 128, ten generations,
 transformers' generate in turns with ours: a row a cell. ``generate``: the same network answers the shipped prompts, 8
-at a time. ``layers``: Qwen2-7B's shape, whole on one GPU and block by block over all: greedy answers of both, which
-have to be the same; its vocabulary is the small tokenizer's, so that every token is a text. ``tensor_parallel``: the
-bench over two GPUs at batch 1. One JSON line each with hardware, versions, commit and the command; what the product
-says goes to the terminal. ``--small``: narrow networks on the CPU, for a rehearsal. Measured:
-results/serving_h200.jsonl.
+at a time. ``layers``: eight blocks of Qwen2-7B's widths, whole on one GPU and block by block over all: greedy answers
+of both, which have to be the same; its vocabulary is the small tokenizer's, so that every token is a text.
+``tensor_parallel``: the bench on one GPU and on two by turns, batch 1, twice each, and how many times as fast two are:
+the ratio of the medians' means, and from the least of one to the most of the other. One JSON line each with hardware,
+versions, commit and the command; what the product says goes to the terminal. ``--small``: narrow networks on the CPU,
+for a rehearsal. Measured: results/serving_h200.jsonl.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def glmexp(args: argparse.Namespace, name: str, model: str, *words: str) -> tupl
 def cells(folder: Path, command: str, seconds: float) -> Iterator[dict[str, Any]]:
     """The rows of a bench, each with what the whole run was."""
     report = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
-    whole = {name: report[name] for name in ("finished", "copy_bytes_per_s", "weight_bytes_read", "ranks")}
+    names = ("finished", "copy_bytes_per_s", "weight_bytes_read", "ranks", "placement")
+    whole = {name: report[name] for name in names}
     for cell in report["cells"]:
         yield {**cell, **whole, "whole_s": round(seconds, 1), "command": command}
 
@@ -97,11 +99,41 @@ def bench(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def tensor_parallel(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Two ranks share one network."""
+    """One network on one rank and shared by two, by turns."""
     way = ["decoding.way=static"] if args.small else []
     words = ["bench.batch_sizes=[1]", "bench.prompt_lengths=[128]", "bench.new_tokens=64", "bench.runs=10"]
-    spread = ["placement=tensor_parallel", "launcher.nproc=2", "bench.warm_up=1"]
-    yield from cells(*glmexp(args, "tensor_parallel", "chatglm3", "entry=bench", *words, *spread, *way))
+    words += ["bench.warm_up=1", *way]
+    sides = {"single": ["launcher.nproc=1"], "tensor_parallel": ["launcher.nproc=2"]}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for turn in (1, 2):
+        for name, ranks in sides.items():
+            done = glmexp(args, f"{name}_{turn}", "chatglm3", "entry=bench", f"placement={name}", *ranks, *words)
+            for row in cells(*done):
+                found[name].append(row)
+                yield {"turn": turn, **row}
+        yield {"turns": turn, **faster(*found.values())}
+
+
+def faster(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many times as fast the benches ``two`` were as the benches ``one``."""
+    medians, least, most = zip(
+        *(
+            (
+                sum(row["tpot_s"] for row in rows) / len(rows),
+                min(row["tpot_s_min"] for row in rows),
+                max(row["tpot_s_max"] for row in rows),
+            )
+            for rows in (one, two)
+        ),
+        strict=True,
+    )
+    return {
+        "times_as_fast": round(medians[0] / medians[1], 3),
+        "times_as_fast_min": round(least[0] / most[1], 3),
+        "times_as_fast_max": round(most[0] / least[1], 3),
+        "tpot_s_one": medians[0],
+        "tpot_s_two": medians[1],
+    }
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
@@ -127,6 +159,7 @@ def layers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Greedy answers of one network on one GPU and over all."""
     words = [f"model.sizes.vocab_size={QWEN2_WORDS}", "generate.prompts_file=builtin:prompts.jsonl"]
     words += ["generate.batch_size=8", "generate.max_new_tokens=32", "decoding.way=plain", "launcher.nproc=1"]
+    words += [] if args.small else ["model.sizes.num_layers=8"]
     found = {}
     for placement in ("single", "layers"):
         folder, command, seconds = glmexp(

@@ -23,7 +23,7 @@ class PlacementSection:
     """layers: folder for blocks that fit nowhere else. Null: that they do not fit is an error."""
     peer_sums: bool
     """tensor_parallel: sum a token's hidden states by a kernel that writes into the other GPUs' memory, where a trial
-    at the start shows that it is right there; else, and with false, by NCCL. Not measured on several GPUs yet."""
+    at the start shows that it is right there; else, and with false, by NCCL. The terminal says which, and why."""
 
 
 @dataclass

@@ -118,6 +118,7 @@ class Report:
             "copy_bytes_per_s": self.rate,
             "weight_bytes_read": weights_read(self.served.model),
             "ranks": distributed.world_size(),
+            "placement": self.served.facts()["placement"],
             "settings": asdict(self.here.config.bench),
             "cells": self.rows,
         }

@@ -20,8 +20,11 @@ _ROOM = 0.85
 """Share of a GPU's free memory that weights may take: the rest is for keys, values and activations."""
 
 
-def place(network: nn.Module, family: Family, section: PlacementSection, decoding: DecodingSection) -> Any:
-    """``network`` where ``section`` wants it, in evaluation mode. In place; collective under tensor_parallel.
+def place(
+    network: nn.Module, family: Family, section: PlacementSection, decoding: DecodingSection, timeout_s: float
+) -> Any:
+    """``network`` where ``section`` wants it, in evaluation mode. In place; collective under tensor_parallel, where a
+    rank waits ``timeout_s`` for the others.
 
     LoRA is merged for split placements and wherever the decoder of this project writes; ``generate`` of transformers
     has it as it was trained. A prefix of PEFT (Qwen2) has no place in split placements: ConfigError.
@@ -39,7 +42,7 @@ def place(network: nn.Module, family: Family, section: PlacementSection, decodin
     tensor_parallel.share_out(plain, family, distributed.rank(), distributed.world_size())
     shared: Any = plain
     shared = shared.to(distributed.device()).eval()
-    peer_sum.connect(plain.config.hidden_size, plain.dtype, distributed.device(), section.peer_sums)
+    peer_sum.connect(plain.config.hidden_size, plain.dtype, distributed.device(), timeout_s, section.peer_sums)
     return shared
 
 

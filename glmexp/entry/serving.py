@@ -186,5 +186,6 @@ def load(subject: Subject, config: RunConfig) -> Served:
     """The model where it is to answer, in ``precision.dtype``, which an artifact brings along. Collective."""
     dtype = DTYPES[config.precision.dtype]
     network = subject.network(dtype, placement.merges(config.placement, config.decoding))
-    model = placement.place(network, subject.section.family, config.placement, config.decoding)
+    family, limit = subject.section.family, config.launcher.timeout_s
+    model = placement.place(network, family, config.placement, config.decoding, limit)
     return Served(subject, model, dtype, config.placement.name, placement.decoder(model, config.decoding))

@@ -20,6 +20,7 @@ from glmexp.entry.console import Screen
 from glmexp.launcher import positions, rendezvous, stopping, trials
 from glmexp.launcher.folder import MODEL, write_status
 from glmexp.launcher.unfinished import WAIT_S, Lock
+from glmexp.model import decoder
 from glmexp.plan.report import Plan, terms_of
 from glmexp.tracker.base import Guard, NoTracker, RunInfo, Status
 from glmexp.tracker.metrics_file import MetricsFile, read_metrics
@@ -117,6 +118,7 @@ def session(config: RunConfig, run_folder: Path) -> Iterator[Session]:
         with here.closing_on_failure():
             yield here
     finally:
+        decoder.forget_recordings()
         distributed.leave()
         if config.launcher.name == "inprocess":
             lock.release()  # elsewhere the process is about to end, and the proof is still to be written

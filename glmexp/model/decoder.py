@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +191,18 @@ def _positions(
     return start, torch.ones_like(start), given
 
 
+_recorded: WeakSet[Step] = WeakSet()
+
+
+def forget_recordings() -> None:
+    """Call before the process group is left: NCCL waits at its end, without a limit, for every graph that holds one of
+    its collectives (``commDestroySync`` in its src/init.cc)."""
+    for step in list(_recorded):
+        if step.graph is not None:
+            step.graph.reset()
+            step.graph = None
+
+
 class Step:
     """One token for every row of a batch: all that it reads and writes has one place."""
 
@@ -292,6 +305,7 @@ class Step:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.run()
         self.graph = graph
+        _recorded.add(self)
 
     @contextmanager
     def ready(self) -> Iterator[None]:

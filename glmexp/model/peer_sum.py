@@ -20,8 +20,8 @@ from glmexp.model.step_ops import HAS_TRITON
 MOST_ROWS = 64
 """Tokens of one call; a prompt has more of them, and those sums are work for NCCL."""
 MOST_RANKS = 8
-TRIAL_NS, LIMIT_NS = 20_000_000_000, 600_000_000_000
-"""How long a rank waits for the others, which may still be compiling; then its process fails, on trial NCCL sums."""
+TRIAL_NS = 20_000_000_000
+"""How long a rank waits on trial for the others, which may still be compiling; then NCCL sums."""
 
 
 class PeerMemory:
@@ -40,6 +40,8 @@ class PeerMemory:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=self.device)
         self.calls = torch.zeros(MOST_ROWS, dtype=torch.int32, device=self.device)
+        self.limit_ns = TRIAL_NS
+        """How long a rank waits for the others where it is no trial; then its process fails."""
         self.owner: Any = None
         """Keeps the memory."""
 
@@ -62,46 +64,52 @@ class PeerMemory:
         normed = total if weight is None else torch.empty_like(part)
         self.kernel[(part.numel() // self.width,)](
             part, part if residual is None else residual.contiguous(), part if weight is None else weight, total,
-            normed, self.addresses, self.calls, epsilon, TRIAL_NS if trial else LIMIT_NS, RANK=self.rank,
+            normed, self.addresses, self.calls, epsilon, TRIAL_NS if trial else self.limit_ns, RANK=self.rank,
             RANKS=self.ranks, MOST_ROWS=MOST_ROWS, WORDS=self.words, BLOCK=self.block,
             RESIDUAL=residual is not None, NORM=weight is not None, TRIAL=trial, num_warps=self.warps,
         )  # fmt: skip
         return total, normed
 
     def is_right(self) -> bool:
-        """A trial on random numbers: what the kernel gives is what the process group gives, rounded once."""
+        """A trial on random numbers: what the kernel gives is what the process group gives, rounded once. Collective;
+        over with the first round that is wrong or late on any rank."""
         chance = torch.Generator(self.device).manual_seed(1 + self.rank)
-        right = True
-        for rows in (1, 3, MOST_ROWS, 1):  # both buffers, and rows that are called more often than others
-            part, residual = torch.randn(2, rows, self.width, generator=chance, device=self.device, dtype=self.dtype)
-            residual = residual.clone()
-            dist.broadcast(residual, 0)
-            weight = residual[0].contiguous()
-            total, normed = self.sum(part, residual, weight, 1e-5, trial=True)
-            exact = part.float()
+        step = 2 * torch.finfo(self.dtype).eps
+        # Some rows are called more often than others; at last many calls one upon the other, as in a graph.
+        for rows, calls in ((1, 1), (3, 1), (MOST_ROWS, 1), (1, MOST_ROWS)):
+            shape = (2, calls, rows, self.width)
+            parts, residuals = torch.randn(shape, generator=chance, device=self.device, dtype=self.dtype)
+            dist.broadcast(residuals, 0)
+            weight = residuals[0, 0].clone()
+            pairs = zip(parts, residuals, strict=True)
+            found = [self.sum(part, residual, weight, 1e-5, trial=True) for part, residual in pairs]
+            total, normed = (torch.stack(tensors) for tensors in zip(*found, strict=True))
+            exact = parts.float()
             dist.all_reduce(exact)
-            exact += residual.float()
-            step = 2 * torch.finfo(self.dtype).eps
+            exact += residuals.float()
+            right = torch.allclose(total.float(), exact, rtol=step, atol=step)
             norm = rms_norm(total, weight, 1e-5)
-            right &= torch.allclose(total.float(), exact, rtol=step, atol=step)
             right &= torch.allclose(normed.float(), norm.float(), rtol=step, atol=step)
-        return right
+            if not _all(right):
+                return False
+        return True
 
 
 memory: PeerMemory | None = None
 """None: the process group sums."""
-_why = "not asked for"
+_why = ""
 
 
-def connect(width: int, dtype: torch.dtype, device: torch.device, wanted: bool = True) -> None:
+def connect(width: int, dtype: torch.dtype, device: torch.device, limit_s: float, wanted: bool = True) -> None:
     """Find out how sums of ``width`` numbers go over the ranks from now on. Collective.
 
-    Each step is taken by all ranks or by none, and the kernel of the trial waits for a limited time. Symmetric memory
-    is torch's, without NVLink multicast.
+    Each step is taken by all ranks or by none, and the kernel of the trial waits for a limited time; later one waits
+    ``limit_s`` seconds for the others, as a collective of the process group does. Symmetric memory is torch's, without
+    NVLink multicast.
     """
     global memory, _why
     define()
-    memory, _why = None, _hindrance(width, dtype, device) if wanted else "not asked for"
+    memory, _why = None, _hindrance(width, dtype, device) if wanted else "placement.peer_sums=false"
     if not _all(not _why):
         _why = _why or "another rank cannot"
         return
@@ -120,9 +128,9 @@ def connect(width: int, dtype: torch.dtype, device: torch.device, wanted: bool =
     offset = own.data_ptr() - handle.buffer_ptrs[rank]
     found = _agreed(lambda: PeerMemory([at + offset for at in handle.buffer_ptrs], rank, width, dtype))
     if found is None or not _agreed(found.is_right):
-        _why = _why or "its sums were wrong in a trial"
+        _why = _why or "sums through the other GPUs' memory were wrong or late in a trial"
         return
-    found.owner = (own, handle)
+    found.owner, found.limit_ns = (own, handle), int(1e9 * limit_s)
     memory = found
 
 
@@ -146,7 +154,7 @@ def words() -> str:
     """How sums go over the ranks."""
     if memory is not None:
         return "sums by one kernel through the other GPUs' memory"
-    return f"sums by {dist.get_backend() if dist.is_initialized() else 'nobody'} ({_why})"
+    return f"sums by {'NCCL' if torch.cuda.is_available() else 'gloo'} ({_why})"
 
 
 def _hindrance(width: int, dtype: torch.dtype, device: torch.device) -> str:

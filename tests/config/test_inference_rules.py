@@ -14,6 +14,12 @@ def test_one_rank_where_more_would_do_the_same() -> None:
     assert config("entry=evaluate", gpus=4).launcher.nproc == 4
 
 
+def test_ranks_sum_through_each_others_memory_unless_that_is_switched_off() -> None:
+    words = ("entry=evaluate", "placement=tensor_parallel", "launcher.nproc=2")
+    assert config(*words).placement.peer_sums
+    assert not config(*words, "placement.peer_sums=false").placement.peer_sums
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

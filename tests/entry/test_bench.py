@@ -14,7 +14,7 @@ import torch
 from glmexp.config.compose import run_config
 from glmexp.config.errors import ConfigError
 from glmexp.engine import kv_cache
-from glmexp.entry import bench
+from glmexp.entry import bench, session
 from glmexp.entry.console import Screen
 from glmexp.entry.measure import Cell, Pace, Run, answer_lengths, copy_rate, weights_read
 from tests.cli import glmexp, metrics, runs
@@ -80,7 +80,8 @@ def test_pace_tells_what_the_sizes_to_come_will_take_from_those_that_were_seen(m
 def test_a_row_is_on_the_disk_before_the_next_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = network("chatglm3", "sdpa")
     cache = kv_cache.shape_of(model, torch.float32)
-    served: Any = SimpleNamespace(model=model, device=model.device, cache=cache, decoder=None)
+    facts = {"placement": "single, decoding: plain"}
+    served: Any = SimpleNamespace(model=model, device=model.device, cache=cache, decoder=None, facts=lambda: facts)
     screen = Screen(active=True)
     recorded: list[int] = []
     here: Any = SimpleNamespace(
@@ -100,6 +101,21 @@ def test_a_row_is_on_the_disk_before_the_next_is_measured(tmp_path: Path, capsys
     assert "batch 16, prompt 8, transformers: TTFT 100.00" in capsys.readouterr().out
 
 
+def test_recordings_are_given_up_before_the_process_group_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a run that fails, whose traceback holds everything."""
+    done: list[str] = []
+    monkeypatch.setattr(session.rendezvous, "store", lambda timeout_s: None)
+    monkeypatch.setattr(session.distributed, "join", lambda timeout_s, store: None)
+    monkeypatch.setattr(session.distributed, "leave", lambda: done.append("left"))
+    monkeypatch.setattr(session.decoder, "forget_recordings", lambda: done.append("given up"))
+    config = run_config(["entry=bench", "tracker=none", "launcher=inprocess"])
+    with pytest.raises(ZeroDivisionError), session.session(config, tmp_path):
+        raise ZeroDivisionError
+    assert done == ["given up", "left"]
+
+
 def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Path) -> None:
     done = glmexp(
         "entry=bench", "placement=tensor_parallel", "launcher.nproc=2", "precision=fp32", "decoding.way=static",
@@ -110,6 +126,7 @@ def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Pat
     (run,) = runs(tmp_path)
     report = json.loads((run / "bench.json").read_text())
     assert report["ranks"] == 2
+    assert report["placement"] == "tensor_parallel, sums by gloo (no GPU), decoding: static"
     assert report["finished"]
     assert "measuring 4 cells, 12 generations of 4 tokens" in done.stdout
     assert " s of about " in done.stdout

@@ -47,7 +47,7 @@ def test_whole_blocks_lie_on_the_disk_and_answer_the_same(family: str, prefix: b
     ]
     assert all(len(places) == 1 for places in where), "no block is split"
     assert {"disk"} in where, found
-    placed = placement.place(model, family, some, DecodingSection("plain"))  # type: ignore[arg-type]
+    placed = placement.place(model, family, some, DecodingSection("plain"), 60.0)  # type: ignore[arg-type]
     assert any(parameter.device.type == "meta" for parameter in placed.parameters())
     assert (logits(placed, family) - before).abs().max() <= 1e-5
     ids, real = prompts(family, 9, 5)
@@ -73,9 +73,9 @@ def test_lora_is_merged_where_our_decoder_writes_and_kept_elsewhere(family: str)
     model.eval()
     before = logits(model, family)
     single = PlacementSection("single", None, None, None, True)
-    kept = placement.place(model, family, single, DecodingSection("plain"))  # type: ignore[arg-type]
+    kept = placement.place(model, family, single, DecodingSection("plain"), 60.0)  # type: ignore[arg-type]
     assert kept is model
-    merged = placement.place(model, family, single, DecodingSection("static"))  # type: ignore[arg-type]
+    merged = placement.place(model, family, single, DecodingSection("static"), 60.0)  # type: ignore[arg-type]
     assert not any("lora_" in name for name, _ in merged.named_parameters())
     assert (logits(merged, family) - before).abs().max() <= 1e-5
 
@@ -90,5 +90,5 @@ def test_a_way_that_does_not_apply_is_refused() -> None:
     assert placement.decoder(model, DecodingSection(None)) is None
     split = PlacementSection("tensor_parallel", None, None, None, True)
     with pytest.raises(ConfigError) as caught:
-        placement.place(model, "qwen2", split, DecodingSection(None))
+        placement.place(model, "qwen2", split, DecodingSection(None), 60.0)
     assert "has no place for a prefix of PEFT" in caught.value.report()

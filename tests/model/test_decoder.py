@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from glmexp.model import decoder as decoder_module
 from glmexp.model.choosing import choose, warped
 from glmexp.model.decoder import Decoder, Step, applies
 from tests.model.samples import FAMILIES, GMASK, RELEASES, SOP, network
@@ -252,6 +254,21 @@ def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -
     expected = Decoder(model, "static").generate(ids, real, 2, [63], PAD)
     for rows in range(1, 4):
         assert decoder.generate(ids[:rows], real[:rows], 2, [63], PAD).equal(expected[:rows])
+
+
+def test_recordings_can_be_given_up_while_others_still_hold_them() -> None:
+    """NCCL ends only after all graphs that hold its collectives, and a run that ends still has its decoder."""
+    ids, real = prompts("chatglm3", 5)
+    decoder = Decoder(network("chatglm3", "sdpa"), "static")
+    decoder.generate(ids, real, 2, [63], PAD)
+    step, resets = decoder.step, []
+    assert step is not None
+    step.graph = SimpleNamespace(reset=lambda: resets.append(True))  # type: ignore[assignment]
+    decoder_module._recorded.add(step)
+    decoder_module.forget_recordings()
+    assert step.graph is None
+    decoder_module.forget_recordings()
+    assert resets == [True]
 
 
 def test_networks_without_a_step_of_their_own_go_the_plain_way() -> None:

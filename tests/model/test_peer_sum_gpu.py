@@ -68,7 +68,7 @@ def replayed(width: int, rows: int, dtype: torch.dtype) -> tuple[str, float, flo
     from glmexp.engine import distributed
 
     device = distributed.device()
-    peer_sum.connect(width, dtype, device)
+    peer_sum.connect(width, dtype, device, 60.0)
     own = peer_sum.memory
     chance = torch.Generator(device).manual_seed(dist.get_rank())
     common = torch.Generator(device).manual_seed(7)

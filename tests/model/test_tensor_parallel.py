@@ -36,12 +36,55 @@ def build(case: str, prefix: bool) -> tuple[str, Any]:
     return family, model.eval()
 
 
+class Summing(peer_sum.PeerMemory):
+    """The kernel's part is played by the process group; rank 1's ``fault`` begins with a call."""
+
+    def __init__(self, rank: int, fault: float, first: int) -> None:
+        self.rank, self.width, self.dtype, self.device = rank, 32, torch.bfloat16, torch.device("cpu")
+        self.fault, self.first, self.calls = fault if rank else 0.0, first, 0  # type: ignore[assignment]
+
+    def sum(self, part: Any, residual: Any, weight: Any, epsilon: float = 0.0, trial: bool = False) -> Any:
+        import torch.distributed as dist
+
+        assert trial, "nothing waits for long in a trial"
+        self.calls += 1
+        total = part.float()
+        dist.all_reduce(total)
+        total = (total + residual.float()).to(self.dtype)
+        if self.calls >= self.first:
+            total[..., -1] += self.fault
+        return total, peer_sum.rms_norm(total, weight, epsilon)
+
+
+def trials(rank: int) -> None:
+    """All ranks go the same way, whichever of them finds a fault."""
+    right = Summing(rank, 0.0, 0)
+    assert peer_sum._agreed(right.is_right) is True
+    assert right.calls == 3 + peer_sum.MOST_ROWS
+    for fault, first, calls in ((1.0, 1, 1), (float("nan"), 2, 2), (1.0, 3 + peer_sum.MOST_ROWS, 67)):
+        wrong = Summing(rank, fault, first)
+        assert peer_sum._agreed(wrong.is_right) is None
+        assert wrong.calls == calls, "over with the first round that is wrong on any rank"
+
+    def fails() -> bool:
+        if rank:
+            raise RuntimeError("no such memory here")
+        return True
+
+    assert peer_sum._agreed(fails) is None
+    why = "RuntimeError: no such memory here" if rank else "another rank cannot"
+    assert peer_sum.words() == f"sums by gloo ({why})"
+
+
 def shared_out() -> list[tuple[str, float, bool]]:
     """On each rank and for each case: error of the logits; tokens equal (of the decoder, once of generate too)."""
     import torch.distributed as dist
 
-    peer_sum.connect(32, torch.float32, torch.device("cpu"))
+    peer_sum.connect(32, torch.float32, torch.device("cpu"), 60.0)
     assert peer_sum.words() == "sums by gloo (no GPU)"
+    peer_sum.connect(32, torch.float32, torch.device("cpu"), 60.0, wanted=False)
+    assert peer_sum.words() == "sums by gloo (placement.peer_sums=false)"
+    trials(dist.get_rank())
     found = []
     for case in CASES:
         for prefix in (False, True) if case in WITH_PREFIX else (False,):
