@@ -158,13 +158,13 @@ class _Composer:
         saved = inherit.saved_by(tree.values)
         if saved is not None:
             noted += inherit.inherit(tree, saved, _explicit(tree), _chosen(tree, given, groups))
-        self.problems.extend([*tree.problems, *noted, *_unchosen_hooks(tree)])
+        unchosen = list(_unchosen_hooks(tree))
         origins = {key: origin.words for key, origin in tree.origins.items()}
         self.origins = {key: f"{words}{_through(key, tree)}" for key, words in origins.items()}
         texts = {one.key: one.value_text for one in given if not one.sweeps and one.value_text[:1] not in "'\"[{"}
         config, problems = examine(tree.values, Source(origins, texts))
         wrong = {problem.where for problem in problems}
-        self.problems.extend(_without_echoes(problems, tree))
+        self.problems.extend([*_caused_here(tree, wrong), *noted, *unchosen, *_without_echoes(problems, tree)])
         explicit = _explicit(tree)
         try:
             ranks, gpus = self.machine.ranks(config), self.machine.gpus_of(config)
@@ -352,6 +352,14 @@ def _without_echoes(problems: Iterable[Problem], tree: Tree) -> Iterator[Problem
     for problem in problems:
         target = re.fullmatch(r"\$\{([\w.]+)\}", tree.interpolated.get(problem.where, ""))
         if target is None or target[1] not in wrong:
+            yield problem
+
+
+def _caused_here(tree: Tree, wrong: set[str]) -> Iterator[Problem]:
+    """Leave out what cannot be resolved only since the section that it reads is no section, or has no name."""
+    for problem in tree.problems:
+        read = re.findall(r"\$\{(\w+)\.", tree.interpolated.get(problem.where, ""))
+        if not any(section in wrong or f"{section}.name" in wrong for section in read):
             yield problem
 
 

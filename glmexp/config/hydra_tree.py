@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from glmexp.config.arguments import HYDRA_KEYS, Arguments, Given
 from glmexp.config.errors import ConfigError, Problem, first_line
 from glmexp.config.load import BROKEN, MISSING, flatten
-from glmexp.config.nearest import conf_folder, unknown_key, unknown_option
+from glmexp.config.nearest import choice, conf_folder, shipped_options, unknown_key, unknown_option
 
 PRIMARY = "config"
 COMMAND_LINE = "the command line"
@@ -50,6 +50,9 @@ class RecordingLoader(ConfigLoaderImpl):
         super().__init__(config_search_path)
         self.origins: dict[str, Origin] = {}
         self.hydra_keys: dict[str, Origin] = {}
+        self.empty: dict[str, Origin] = {}
+        """Keys that a user's file sets to an empty mapping; not a file that is empty as a whole, which may be one with
+        a defaults list alone."""
 
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         loaded = super()._load_single_config(default, repo)
@@ -58,6 +61,8 @@ class RecordingLoader(ConfigLoaderImpl):
             for key in _keys(loaded.config):
                 if not key.startswith("hydra."):
                     self.origins[key] = origin
+                    if not origin.default and key != default.package and OmegaConf.select(loaded.config, key) == {}:
+                        self.empty[key] = origin
                 elif not origin.default:
                     self.hydra_keys[key] = origin
         return loaded
@@ -215,27 +220,42 @@ def compose(hydra: Hydra, handed: Sequence[str], given: Iterable[Given], mode: R
     """Compose and resolve one tree. Raises ConfigError for what cannot be composed at all."""
     loader = hydra.config_loader
     assert isinstance(loader, RecordingLoader)
-    loader.origins, loader.hydra_keys = {}, {}
+    loader.origins, loader.hydra_keys, loader.empty = {}, {}, {}
     with hydra_mistakes():
         config = hydra.compose_config(PRIMARY, list(handed), mode, validate_sweep_overrides=mode is RunMode.RUN)
     HydraConfig.instance().set_config(config)
     origins = {**loader.hydra_keys, **loader.origins}
+    choices = dict(config.hydra.runtime.choices)
     typed = Origin(COMMAND_LINE, default=False)
     for one in given:
         value = None if one.sweeps else one.override.value()
-        for key in flatten({one.key: value}):
-            origins[key] = typed
-    choices = dict(config.hydra.runtime.choices)
-    tree = Tree({}, origins, choices, in_files=frozenset(loader.origins))
+        for key, leaf in flatten({one.key: value}).items():
+            if key not in choices or key not in origins:  # a file that is empty as a whole says more than its choice
+                origins[key] = typed
+            if leaf == {}:
+                loader.empty[key] = typed
+    tree = Tree({}, origins, choices, in_files=frozenset(loader.origins.keys() - loader.empty.keys()))
     for name in map(str, config):
         if name != "hydra":
             tree.values[name] = _plain(config, name, name, tree)
+    tree.problems.extend(_sets_nothing(tree, loader.empty))
     for key, origin in loader.hydra_keys.items():
         tree.problems.extend(_useless_hydra_key(key, f" (from {origin.words})"))
     with hydra_mistakes():
         tree.params = {str(key): value for key, value in dict(config.hydra.sweeper.get("params") or {}).items()}
     tree.sweep = config.hydra.sweep
     return tree
+
+
+def _sets_nothing(tree: Tree, empty: dict[str, Origin]) -> Iterator[Problem]:
+    """An empty mapping is laid over what is there, which takes nothing away and changes nothing."""
+    leaves = [leaf for leaf in flatten(tree.values) if not leaf.endswith(".name")]
+    for key, origin in empty.items():
+        below = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
+        if below:
+            told = f"is an empty mapping and sets nothing (from {origin.words})"
+            other = f"; {choice(key)}" if len(shipped_options().get(key, ())) > 1 else ""
+            yield Problem(key, told, f"leave it out, or set keys below it, such as {below[0]}{other}")
 
 
 def _plain(node: Any, name: Any, key: str, tree: Tree) -> Any:
@@ -264,6 +284,8 @@ def _keys(config: Any, path: str = "") -> Iterator[str]:
     if not isinstance(config, DictConfig) or config._is_missing() or config._is_none() or config._is_interpolation():
         yield path
         return
+    if path and not config:
+        yield path
     for name, value in config.items_ex(resolve=False):
         key = f"{path}.{name!s}" if path else str(name)
         if key != "defaults":

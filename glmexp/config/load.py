@@ -46,7 +46,12 @@ class Source:
         deeper = [one for one in self.origins if one.startswith(f"{key}.")]
         if key not in self.origins and not deeper:
             return ""
-        return f" (from {self.origins[deeper[0] if deeper else key]})"
+        return f" (from {self.origins[key if key in self.origins else deeper[0]]})"
+
+    def files(self, path: str) -> str:
+        """``" in method/mine.yaml"``: all that set keys below ``path``, or nothing where it is not known."""
+        found = sorted({text for key, text in self.origins.items() if key.startswith(f"{path}.")})
+        return f" in {', '.join(found)}" if found else ""
 
 
 def load(tree: Mapping[str, Any]) -> RunConfig:
@@ -145,30 +150,42 @@ class _Walk:
         if name in REGISTERED:
             option = tree.get("name") if isinstance(tree, dict) else None
             if not isinstance(option, str):
-                raise ConfigError(Problem(f"{name}.name", "is missing", f"choose an option: {name}=..."))
+                raise ConfigError(self.without_name(name, tree))
             return self.section(registry.option(name, option), tree, name)
         return self.section(hint, tree, name)
+
+    def without_name(self, name: str, tree: Any) -> Problem:
+        """A section whose dataclass cannot be told: no option was chosen, or a file took its keys away."""
+        from glmexp.config.nearest import choice
+
+        if isinstance(tree, dict) and tree:
+            return Problem(f"{name}.name", f"is missing{self.source.files(name)}", choice(name))
+        found = "an empty mapping" if tree == {} else f"{shown(tree)}, which is no section"
+        return Problem(name, f"is {found}{self.source.suffix(name)}", choice(name))
 
     def eval_section(self, cls: Any, tree: Any) -> Any:
         """``batch_size`` and one dict a hook, each typed by the hook's own dataclass."""
         if not isinstance(tree, dict):
-            raise ConfigError(Problem("eval", f"{shown(tree)} is no section", "eval=[loss,generate] or eval=none"))
+            told = f"{shown(tree)} is no section{self.source.suffix('eval')}"
+            raise ConfigError(Problem("eval", told, "eval=[loss,generate] or eval=none"))
         hooks: dict[str, Any] = {}
         for name, settings in tree.items():
             if name == "batch_size":
                 continue
-            if not isinstance(settings, dict) or not registry.known("eval", name):
+            if not registry.known("eval", name):
                 self.report_unknown({name: settings}, "eval")
                 continue
             hook = registry.option("eval", name)
-            named = any(field.name == "name" for field in dataclasses.fields(hook))
-            hooks[name] = self.section(hook, {"name": name, **settings} if named else settings, f"eval.{name}")
+            if isinstance(settings, dict) and any(field.name == "name" for field in dataclasses.fields(hook)):
+                settings = {"name": name, **settings}
+            hooks[name] = self.section(hook, settings, f"eval.{name}")
         return self.section(cls, {**{k: v for k, v in tree.items() if k == "batch_size"}, "hooks": hooks}, "eval")
 
     def section(self, cls: type, tree: Any, path: str) -> Any:
         if not isinstance(tree, dict):
             if tree is not BROKEN:
-                self.problems.append(Problem(path, f"{shown(tree)} is no section{self.source.suffix(path)}"))
+                way = f"leave it out, or set keys below it: {path}.{next(iter(typing.get_type_hints(cls)))}, ..."
+                self.problems.append(Problem(path, f"{shown(tree)} is no section{self.source.suffix(path)}", way))
             return _partial(cls, {})
         hints = typing.get_type_hints(cls, include_extras=True)
         self.unknown(tree, hints, path)
@@ -206,9 +223,7 @@ class _Walk:
             )
 
     def absent(self, key: str, path: str, hint: Any) -> Problem:
-        files = sorted({text for other, text in self.source.origins.items() if other.startswith(f"{path}.")})
-        where = f" in {', '.join(files)}" if files else ""
-        return Problem(key, f"is missing{where}", f"set it to {describe(hint)}")
+        return Problem(key, f"is missing{self.source.files(path)}", f"set it to {describe(hint)}")
 
     def unknown(self, tree: Mapping[str, Any], hints: Mapping[str, Any], path: str) -> None:
         for name in tree:

@@ -80,6 +80,12 @@ def shipped_options() -> dict[str, tuple[str, ...]]:
     }
 
 
+def choice(group: str) -> str:
+    """How a command line and how a file chooses one of a group's options."""
+    options = ", ".join(shipped_options()[group])
+    return f"{group}=OPTION, or `- override /{group}: OPTION` in a file's defaults list, chooses one of {options}"
+
+
 def keys() -> dict[str, tuple[str, ...]]:
     """Every dotted key that some configuration has; for keys of some options only, those options (``method=lora``)."""
     found: dict[str, list[str]] = {}
