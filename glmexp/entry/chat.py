@@ -25,13 +25,14 @@ PROMPT = "> "
 Record = Callable[[dict[str, Any]], None]
 
 
-def talk(speaker: Speaker, record: Record) -> None:
-    """Chat until the input ends. ``record`` gets each answer as a line of answers.jsonl."""
+def talk(speaker: Speaker, record: Record, kept: str) -> None:
+    """Chat until the input ends. ``record`` gets each answer as a line of the file that ``kept`` names."""
     keyboard = sys.stdin.isatty()
     if keyboard and importlib.util.find_spec("readline") is not None:
         importlib.import_module("readline")  # input() then edits lines: whole characters are erased, not bytes
     chat = Chat(speaker, record, sys.stdout, sys.stdout if keyboard else sys.stderr)
-    chat.say(*(f"{name}: {value}" for name, value in speaker.facts(rows=1).items()))
+    facts = {**speaker.facts(rows=1), "answers": f"kept in {kept}"}
+    chat.say(*(f"{name}: {value}" for name, value in facts.items()))
     if keyboard:
         chat.say(HELP)
     with _interrupts(chat):

@@ -40,7 +40,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
         if talks(config):
             speaker = Speaker(serving.load(subject, config), settings, rows=1)
             with output.open("a", encoding="utf-8") as file:
-                chat.talk(speaker, lambda row: write_row(file, row))
+                chat.talk(speaker, lambda row: write_row(file, row), relative(output))
         else:
             answer_file(config, subject, output)
         if distributed.rank() == 0:
