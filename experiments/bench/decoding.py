@@ -8,7 +8,8 @@ One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; s
 (compiling and recording), then the median TPOT of five generations of 64 tokens, the share of the bandwidth that a
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
 coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots, ``..._library`` with PyTorch's kernels and
-multiplies with cuBLAS, ``..._attend`` does the latter alone. ``error``: two
+multiplies with cuBLAS, ``..._attend`` does the latter alone, and in ``..._apart`` rotation, cache and gate have kernels
+of their own. ``error``: two
 layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
 float32, relative to those of transformers' generate in bf16 (1.2 is allowed). Measured: results/decoding_h200.jsonl.
 With several ranks ``ways`` is tensor parallel; ``..._nccl`` sums by NCCL, not through the other GPUs' memory, and
@@ -33,12 +34,15 @@ from torch import Tensor
 
 from glmexp.entry.measure import Asked, copy_rate, ours, synchronize, transformers_generate, weights_read
 from glmexp.model import decoder as decoder_module
-from glmexp.model import peer_sum, slots, tensor_parallel
+from glmexp.model import one_row, peer_sum, slots, tensor_parallel
 from glmexp.model.auto import register_networks
 from glmexp.model.configuration import ChatGLM2Config, ChatGLMConfig
 from glmexp.model.decoder import Decoder, Way
+from glmexp.model.one_row import class_for_rows as one_row_class
+from glmexp.model.one_row import takes_rows
 from glmexp.model.random_init import build
-from glmexp.model.step_ops import HAS_TRITON, takes_rows
+from glmexp.model.slots import LayerSlots
+from glmexp.model.step_ops import HAS_TRITON
 from glmexp.model.varlen import has_kernel
 
 WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
@@ -54,10 +58,12 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "whole": ("compiled", None),
     "compiled_attend": ("compiled", None),
     "compiled_library": ("compiled", None),
+    "compiled_apart": ("compiled", None),
 }
 NEW = 64
 LIMIT_S = 20.0
 """For the other rank."""
+ATTEND_AT_ONCE = LayerSlots.attend_at_once
 STOP, PAD = [1], 0
 GMASK, SOP = 130001, 130004
 
@@ -155,6 +161,9 @@ def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> No
     slots.HAS_TRITON = HAS_TRITON and not library  # type: ignore[attr-defined]
     decoder_module.takes_rows = (lambda _: False) if library or name.endswith("_attend") else takes_rows
     slots.has_kernel = (lambda _: False) if name.endswith("_masked") else has_kernel  # type: ignore[attr-defined]
+    apart = name.endswith("_apart")
+    LayerSlots.attend_at_once = (lambda *_: False) if apart else ATTEND_AT_ONCE  # type: ignore[method-assign]
+    one_row.class_for_rows = linear_alone if apart else one_row_class
     side = transformers_generate(network) if decoder is None else ours(decoder)
     began = time.perf_counter()
     with summing(name):
@@ -168,6 +177,11 @@ def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> No
     )  # fmt: skip
     if decoder is not None and decoder.step is not None and decoder.step.graph is not None:
         kernels(decoder.step.replay, name)
+
+
+def linear_alone(module: Any) -> type[torch.nn.Module] | None:
+    """Of a block that sees one row nothing but the linear layers is another one."""
+    return one_row.RowLinear if type(module) is torch.nn.Linear else None
 
 
 def kernels(step: Callable[[], None], name: str) -> None:

@@ -51,6 +51,10 @@ class FusedAttention(nn.Module):
         """Queries or keys with their positions in them."""
         raise NotImplementedError
 
+    def at_once(self, fused: Tensor, rotation: Any, cache: Any) -> Tensor | None:
+        """Rotation, cache and attention (batch, 1, heads * head_size) by one kernel; None where there is none."""
+        return None
+
     def forward(
         self,
         hidden: Tensor,
@@ -62,7 +66,11 @@ class FusedAttention(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         """``hidden`` (batch, length, hidden) to the same; the cache gets rotated keys without the prefix."""
-        query, key, value = self.split(self.query_key_value(hidden))
+        fused = self.query_key_value(hidden)
+        context = self.at_once(fused, rotation, past_key_values)
+        if context is not None:
+            return self.dense(context)
+        query, key, value = self.split(fused)
         query, key = self.rotate(query, rotation), self.rotate(key, rotation)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)

@@ -14,6 +14,7 @@ from glmexp.model.base import ChatGLMPreTrainedModel, ChatGLMTransformer, Hidden
 from glmexp.model.configuration import ChatGLM2Config
 from glmexp.model.prefix import PrefixEncoder
 from glmexp.model.rope import ROPE_BASE, inverse_frequencies, rotate_interleaved, rotation_table
+from glmexp.model.slots import LayerSlots
 from glmexp.model.varlen import VARLEN
 
 
@@ -73,6 +74,13 @@ class SelfAttention(FusedAttention):
     def rotate(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """The first half of each head's channels, in pairs of neighbours."""
         return rotate_interleaved(states, *rotation)
+
+    def at_once(self, fused: Tensor, rotation: tuple[Tensor, Tensor], cache: Any) -> Tensor | None:
+        """The kernel of a decoding step, which knows fused rows of grouped queries."""
+        if not (isinstance(cache, LayerSlots) and self.config.multi_query_attention and cache.attend_at_once(fused)):
+            return None
+        keys, values, used = cache.keys, cache.values, cache.filled.used
+        return torch.ops.glmexp.turn_and_attend(fused, *rotation, keys, values, used, self.scaling)
 
 
 class MLP(nn.Module):

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from glmexp.model.base import ChatGLMPreTrainedModel
 from glmexp.model.chatglm import ChatGLMForConditionalGeneration
 from glmexp.model.choosing import Choosing, choose
+from glmexp.model.one_row import one_row, takes_rows
 from glmexp.model.positions import derive_positions
 from glmexp.model.prefix import prefix_states
 from glmexp.model.slots import SLOTS, LayerSlots, SlotCache
-from glmexp.model.step_ops import one_row, takes_rows
 
 Way = Literal["static", "graph", "compiled"]
 """static: call by call; graph: one CUDA graph a token; compiled: the same with compiled blocks."""

@@ -95,6 +95,10 @@ class LayerSlots:
         self.values.index_put_((rows, place), value.squeeze(2))
         return self.keys, self.values
 
+    def attend_at_once(self, new: Tensor) -> bool:
+        """One kernel rotates, writes and attends: see ``step_kernels.attention``. ``new`` (batch, 1, ...)."""
+        return HAS_TRITON and has_kernel(self.keys) and new.dtype == self.keys.dtype
+
     @staticmethod
     def get_seq_length(*_: Any) -> int:
         """Something is cached. How much differs by row, and a tensor says it: masks and positions are given."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def define() -> None:
-    """``torch.ops.glmexp.attend_slots`` and ``row_product``."""
+    """``torch.ops.glmexp.attend_slots``, ``turn_and_attend``, ``row_product`` and ``gated_row_product``."""
     if hasattr(torch.ops.glmexp, "attend_slots"):
         return
 
@@ -28,6 +26,20 @@ def define() -> None:
     def _(query: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float) -> Tensor:
         return torch.empty_like(query, memory_format=torch.contiguous_format)
 
+    @torch.library.custom_op("glmexp::turn_and_attend", mutates_args=("keys", "values"))
+    def turn_and_attend(
+        fused: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float
+    ) -> Tensor:
+        from glmexp.model import step_kernels
+
+        return step_kernels.attention(fused, keys, values, used, scaling, (cos, sin))
+
+    @turn_and_attend.register_fake
+    def _(
+        fused: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float
+    ) -> Tensor:
+        return fused.new_empty(*fused.shape[:-1], fused.shape[-1] - 2 * keys.shape[2] * keys.shape[3])
+
     @torch.library.custom_op("glmexp::row_product", mutates_args=())
     def row_product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not states.is_cuda:
@@ -40,36 +52,14 @@ def define() -> None:
     def _(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return states.new_empty(*states.shape[:-1], weight.shape[0])
 
+    @torch.library.custom_op("glmexp::gated_row_product", mutates_args=())
+    def gated_row_product(states: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+        if not states.is_cuda:
+            return nn.functional.silu(nn.functional.linear(states, gate)) * nn.functional.linear(states, value)
+        from glmexp.model import step_kernels
 
-class RowLinear(nn.Linear):
-    """A linear layer while it sees one row."""
+        return step_kernels.gated_row_product(states, gate, value)
 
-    def forward(self, states: Tensor) -> Tensor:
-        """``states`` (1, 1, in) to (1, 1, out)."""
-        return torch.ops.glmexp.row_product(states, self.weight, self.bias)
-
-
-def takes_rows(network: nn.Module) -> bool:
-    """``RowLinear`` applies to a network's layers: 16 bit on an NVIDIA GPU of Ampere or later."""
-    weight = next(network.parameters())
-    return (
-        weight.is_cuda
-        and torch.version.cuda is not None
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-        and HAS_TRITON
-    )
-
-
-@contextmanager
-def one_row(layers: nn.Module) -> Iterator[None]:
-    """The linear layers of ``layers`` are ``RowLinear`` meanwhile. Only their class is changed: weights, names and
-    hooks stay, and blocks go on sharing what is compiled."""
-    linears = [module for module in layers.modules() if type(module) is nn.Linear]
-    try:
-        for module in linears:
-            module.__class__ = RowLinear
-        yield
-    finally:
-        for module in linears:
-            module.__class__ = nn.Linear
+    @gated_row_product.register_fake
+    def _(states: Tensor, gate: Tensor, value: Tensor) -> Tensor:
+        return states.new_empty(*states.shape[:-1], gate.shape[0])

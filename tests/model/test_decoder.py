@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from glmexp.model import decoder as decoder_module
 from glmexp.model.choosing import choose, warped
 from glmexp.model.decoder import Decoder, Step, applies
+from glmexp.model.rope import rotate_interleaved
 from tests.model.samples import FAMILIES, GMASK, RELEASES, SOP, network
 
 PAD = 3
@@ -185,7 +187,12 @@ def test_blocks_are_compiled_once(family: str) -> None:
     torch._dynamo.reset()
 
 
-def test_one_row_has_products_of_its_own_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "products"), [("chatglm", 4), ("chatglm3", 4), ("chatglm3 with biases", 4), ("qwen2", 6)]
+)
+def test_one_row_has_products_of_its_own_while_it_is_decoded(
+    family: str, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here the operator is the plain product: which layers have it, when, and that blocks share what is compiled."""
     import torch._dynamo
 
@@ -199,20 +206,64 @@ def test_one_row_has_products_of_its_own_while_it_is_decoded(monkeypatch: pytest
         graphs.append(sum("row_product" in str(node.target) for node in graph.graph.nodes))
         return graph.forward
 
-    model = network("chatglm3", "sdpa")
-    ids, real = prompts("chatglm3", 6)
+    family, _, biases = family.partition(" with ")
+    model = network(family, "sdpa", **({"add_bias_linear": True} if biases else {}))
+    kinds = [type(module) for module in model.modules()]
+    ids, real = prompts(family, 6)
     decoder = Decoder(model, "static")
     decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend=counting)
     found = decoder.generate(ids, real, 5, [63], PAD, slots=16)
     assert found.equal(plain(model, ids, real, [63], 5))
-    assert graphs == [4], "four layers a block"
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    assert {type(layer) for layer in linears} == {torch.nn.Linear}, "afterwards they are what they were"
+    assert graphs == [products], "of a block; a gate is part of the products that it is made of"
+    assert [type(module) for module in model.modules()] == kinds, "afterwards they are what they were"
     two = Decoder(model, "static")
-    two.generate(*prompts("chatglm3", 6, 4), 2, [63], PAD, slots=16)
+    two.generate(*prompts(family, 6, 4), 2, [63], PAD, slots=16)
     assert two.step is not None
+    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     with two.step.ready():
         assert {type(layer) for layer in linears} == {torch.nn.Linear}, "and with two rows"
+    torch._dynamo.reset()
+
+
+def attention_at_once(
+    fused: Tensor, keys: Tensor, values: Tensor, used: Tensor, scaling: float, rotation: tuple[Tensor, Tensor]
+) -> Tensor:
+    """What the kernel does, in words of PyTorch."""
+    batch, slots, groups, size = keys.shape
+    heads = fused.shape[-1] // size - 2 * groups
+    query, key, value = fused.unflatten(-1, (-1, size)).split((heads, groups, groups), dim=2)
+    query, key = (rotate_interleaved(part.transpose(1, 2), *rotation) for part in (query, key))
+    last = torch.arange(batch), used.long() - 1
+    keys[last], values[last] = key.squeeze(2), value.squeeze(1)
+    context = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch, groups, heads // groups, size), keys.transpose(1, 2), values.transpose(1, 2),
+        attn_mask=(torch.arange(slots) < used[:, None])[:, None, None], scale=scaling,
+    )  # fmt: skip
+    return context.reshape(batch, 1, heads * size)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (9, 4, 6)], ids=["one", "padded"])
+@pytest.mark.parametrize("release", ["chatglm2", "chatglm3"])
+def test_one_kernel_rotates_writes_and_attends(
+    release: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced as for the compiler, which has to leave what is written where it is."""
+    import torch._dynamo
+
+    import glmexp.model
+    from glmexp.model import slots
+
+    torch._dynamo.reset()
+    kernels = SimpleNamespace(attention=attention_at_once)
+    monkeypatch.setitem(sys.modules, "glmexp.model.step_kernels", kernels)
+    monkeypatch.setattr(glmexp.model, "step_kernels", kernels, raising=False)
+    monkeypatch.setattr(slots, "HAS_TRITON", True)
+    monkeypatch.setattr(slots, "has_kernel", lambda keys: True)
+    model = network(release, "sdpa")
+    ids, real = prompts(release, *lengths)
+    decoder = Decoder(model, "static")
+    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend="aot_eager")
+    assert decoder.generate(ids, real, 12, [63], PAD).equal(plain(model, ids, real, [63]))
     torch._dynamo.reset()
 
 
