@@ -29,7 +29,7 @@ from glmexp.data import forms, workers
 from glmexp.data.encode import Encoding
 from glmexp.data.files import DataFile, open_file, raise_all, sample
 from glmexp.data.progress import Preparing
-from glmexp.data.readers import Outcome, places, refuse_nothing
+from glmexp.data.readers import Outcome, places, refuse_all_held_out, refuse_nothing
 from glmexp.data.store import IGNORED, Example, Examples, Store, Writer
 from glmexp.data.template import Renderer
 
@@ -90,14 +90,7 @@ def prepare(config: DataSection, seed: int, renderer: Renderer, *, train: bool =
 def _hold_out(store: Store, count: int, seed: int, report: list[str]) -> tuple[Examples, Examples]:
     """Draw ``count`` rows by the seed; both parts keep the order of the file."""
     rows, path = store.about["rows"], store.about["path"]
-    if count >= rows:
-        raise DataError(
-            Problem(
-                "data.holdout",
-                f"{count} rows cannot be held out of the {rows} of {path}: none would be left to train on",
-                f"set it to at most {rows - 1}" if rows > 1 else "name a data.eval_file",
-            )
-        )
+    refuse_all_held_out(path, rows, count)
     drawn = random.Random(f"holdout {seed}").sample(range(rows), count)
     held = np.isin(store.columns["row"], drawn)
     report.append(f"{path}: {count} rows held out, {rows - count} left to train on")

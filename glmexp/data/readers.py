@@ -98,6 +98,18 @@ def refuse_nothing(file: DataFile, outcome: Outcome) -> None:
         raise DataError(Problem(file.path, f"no example with an answer is left (0 of {outcome.read}; {reasons})"))
 
 
+def refuse_all_held_out(path: str, rows: int, holdout: int | None) -> None:
+    """Raise DataError where data.holdout leaves none of a whole file's rows to train on."""
+    if holdout is not None and holdout >= rows:
+        raise DataError(
+            Problem(
+                "data.holdout",
+                f"{holdout} rows cannot be held out of the {rows} of {path}: none would be left to train on",
+                f"set it to at most {rows - 1}" if rows > 1 else "name a data.eval_file",
+            )
+        )
+
+
 def places(unit: str, found: list[str]) -> str:
     """``line 3`` or ``lines 3, 5 and 40 more``."""
     shown = ", ".join(found[:SHOWN_PLACES])

@@ -14,9 +14,9 @@ from typing import Any
 
 from glmexp.config.data_rules import HUB, SHIPPED_PROMPTS, needs_rows
 from glmexp.config.entries import SERVES, TRAINS
-from glmexp.config.errors import ConfigError, DataError, Problem
-from glmexp.config.folders import BUILTIN, answering, folder_of
-from glmexp.config.schema import RunConfig
+from glmexp.config.errors import ConfigError, DataError, Problem, UserError
+from glmexp.config.folders import BUILTIN, answering, folder_of, sizes_of, tokens_in
+from glmexp.config.schema import ModelSection, RunConfig
 from glmexp.data import first_look
 from glmexp.data.questions import Question, read_questions
 from glmexp.eval import prompts
@@ -33,6 +33,8 @@ def check(trials: Iterable[RunConfig]) -> None:
     trials = [trial for trial in trials if trial.launcher.name != "slurm"]  # a job's machine may see other things
     silent = cache(hub.silent)  # a hub that does not answer takes its seconds once, not once a trial
     problems = [problem for trial in trials for problem in (*_names(trial), *_cache(trial), *_hub(trial, silent))]
+    models = {repr(model): model for trial in trials if trial.entry.name in _LOADS for model in [answering(trial)]}
+    problems += [problem for model in models.values() for problem in _ids(model)]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     looks = {repr((look.args, look.keywords)): look for trial in trials for look in _looks(trial)}
@@ -66,6 +68,16 @@ def _names(config: RunConfig) -> Iterator[Problem]:
         if not any(re.search(pattern, name) for name in names):
             fix = f"names look like {names[0]}, {names[-1]}"
             yield Problem("method.patterns", f"{pattern!r} matches no parameter", fix)
+
+
+def _ids(model: ModelSection) -> Iterator[Problem]:
+    """A tokenizer with more ids than the network has rows: where its file tells, it is loaded to say how many."""
+    sizes = None if model.trust_remote_code else sizes_of(model)
+    if sizes is None or sizes.vocab_size is None or tokens_in(model) <= sizes.vocab_size:
+        return
+    from glmexp.model.build import load_tokenizer
+
+    yield from _faults(partial(load_tokenizer, model))
 
 
 def _saved(asked: Iterable[str], names: Iterable[str]) -> Iterator[Problem]:
@@ -153,5 +165,5 @@ def _looks(config: RunConfig) -> Iterator[partial[Any]]:
 def _faults(look: Callable[[], Any]) -> Iterator[Problem]:
     try:
         look()
-    except (ConfigError, DataError) as error:
+    except UserError as error:
         yield from error.problems

@@ -58,9 +58,12 @@ def _shipped(name: str) -> str:
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer with model.add_tokens and model.pad_token. No code of the checkpoint is run unless
-    model.trust_remote_code says so."""
+    model.trust_remote_code says so. Raises ConfigError or ArtifactError where the network has no row for an id of it.
+    """
     tokenizer = _load_tokenizer(model)
+    own = len(tokenizer)
     vocabulary.add_tokens(tokenizer, model.add_tokens)
+    _check_rows(model, own, len(tokenizer))
     if model.pad_token is not None:
         token = tokenizer.eos_token if model.pad_token == "eos" else model.pad_token
         if token not in tokenizer.get_vocab():
@@ -71,6 +74,21 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
             )
         tokenizer.pad_token = token
     return tokenizer
+
+
+def _check_rows(model: ModelSection, own: int, with_added: int) -> None:
+    """Rows for the ``own`` ids of a checkpoint's tokenizer, which get more for model.add_tokens; for all of them where
+    the network is random."""
+    sizes = None if model.trust_remote_code else folders.sizes_of(model)
+    rows = None if sizes is None else sizes.vocab_size
+    if rows is None:
+        return
+    if model.init == "random" and rows < with_added:
+        found = f"{rows} is smaller than the tokenizer's {with_added} ids"
+        raise ConfigError(Problem("model.sizes.vocab_size", found, f"model.sizes.vocab_size={with_added} or more"))
+    if model.init == "pretrained" and rows < own:
+        found = f"the tokenizer of {model.path} has {own} ids, and the network of its config.json rows for {rows}"
+        raise ArtifactError(Problem("model.path", found, "copy the tokenizer's files of that checkpoint again"))
 
 
 def new_pieces(model: ModelSection) -> Pieces:

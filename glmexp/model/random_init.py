@@ -25,7 +25,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection
 from glmexp.model.attention import DEFAULT_KIND
@@ -47,7 +46,6 @@ def random_network(model: ModelSection, tokenizer: PreTrainedTokenizerBase, dtyp
     """A network of ``model.sizes`` in ``dtype``: normal(0, 0.02), norms 1, biases 0.
 
     On the GPU where there is one, else on the CPU; partitioned while it is made where transformers knows of ZeRO-3.
-    Raises ConfigError when the vocabulary is smaller than the tokenizer's.
     """
     attention = model.attention or DEFAULT_KIND
     return build(network_config(model, tokenizer), dtype, attention, model.init_seed)
@@ -70,14 +68,6 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str, seed: in
 def network_config(model: ModelSection, tokenizer: Any) -> Any:
     """The configuration that ``model.sizes`` and the tokenizer's special ids describe."""
     sizes = {key: getattr(model.sizes, name) for name, key in FAMILIES[model.family].sizes.items()}
-    if len(tokenizer) > (model.sizes.vocab_size or 0):
-        raise ConfigError(
-            Problem(
-                "model.sizes.vocab_size",
-                f"{model.sizes.vocab_size} is smaller than the tokenizer's {len(tokenizer)} ids",
-                f"model.sizes.vocab_size={len(tokenizer)} or more",
-            )
-        )
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if model.family == "qwen2":
         rope = {"rope_type": "default", "rope_theta": _QWEN2_ROPE_BASE}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
-from glmexp.config.folders import config_json, folder_of, sizes_in
+from glmexp.config.folders import config_json, sizes_in, tokens_in
 from glmexp.config.memory import split
 from glmexp.config.schema import ModelSection, RunConfig
 
@@ -166,21 +165,12 @@ def _tied(family: str, content: dict[str, Any]) -> bool:
 
 
 def _tokens(model: ModelSection) -> int:
-    """Ids of a tokenizer.json that model.add_tokens is added to; 0 where nothing is added or the file is not here.
+    """Ids of a tokenizer that model.add_tokens is added to; 0 where nothing is added or it is not here.
 
     Released embeddings are padded and mostly have room for a few more.
     """
-    if model.init == "random" or not model.add_tokens or model.path is None:
-        return 0
-    folder = folder_of(model)
-    if folder is None:
-        return 0
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return 0
-    content = json.loads(file.read_text(encoding="utf-8"))
-    ids = [*content["model"]["vocab"].values(), *(one["id"] for one in content.get("added_tokens", []))]
-    return max(ids) + 1 + len(model.add_tokens)
+    own = 0 if model.init == "random" or not model.add_tokens else tokens_in(model)
+    return own and own + len(model.add_tokens)
 
 
 def model_of(config: RunConfig) -> Model:

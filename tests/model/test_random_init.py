@@ -175,7 +175,7 @@ def test_special_ids_are_those_of_the_tokenizer_and_a_short_vocabulary_is_refuse
     assert tokenizer.decode([config.vocab_size - 1]) == "", "ids of the padded vocabulary have no text"
     section.sizes.vocab_size = 100
     with pytest.raises(Exception, match=f"100 is smaller than the tokenizer's {len(tokenizer)} ids"):
-        random_network(section, tokenizer, torch.float32)
+        load_tokenizer(section)
 
 
 def test_no_hub_is_asked_for_the_tokenizer() -> None:
