@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from glmexp.config.compose import run_config
+from glmexp.config.ds_config import gathers_blocks
 
 BENCH = Path(__file__).parents[1] / "experiments" / "bench"
 
@@ -156,9 +157,11 @@ def test_product_sides_are_commands_that_the_product_takes(bench: Any, tmp_path:
     assert lora.method.dropout == 0
     full = config(sides.side("product", job(True), 8, []), 1)
     assert full.method.name == "full"
-    stage3 = zero3.two("stage3", job(False), 8, [])
-    assert stage3.ranks == 2
-    assert config(stage3, 2).zero.leaf_modules == [zero3.BLOCKS[model]]
+    leaf = zero3.two("leaf", job(False), 8, [])
+    assert leaf.ranks == 2
+    assert config(leaf, 2).zero.leaf_modules == [zero3.BLOCKS[model]]
+    fetched = {kind: gathers_blocks(config(zero3.two(kind, job(False), 8, []), 2)) for kind in ("stage3", "tensors")}
+    assert fetched == {"stage3": True, "tensors": False}
     assert config(zero3.two("blocks", job(False), 8, []), 2).zero.whole_blocks
     assert zero3.two("stage2_one", job(False), 8, []).ranks == 1
     plain = sides.side("plain:--compile;no", job(True), 8, [])

@@ -119,8 +119,11 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def config_of(line: dict[str, Any]) -> RunConfig:
-    """Its configuration; sections and keys that came later stand at their defaults."""
+    """Its configuration; sections and keys that came later stand at their defaults, but for ``zero.whole_blocks``: what
+    it does by itself now, nothing did then."""
     tree = dict(_base())
+    if line["config"]["zero"]["stage"] == 3:
+        tree["zero"] = {**tree["zero"], "whole_blocks": False}
     for name, section in line["config"].items():
         whole = name in ("method", "tracker", "eval") or not isinstance(section, dict)
         tree[name] = section if whole else {**tree[name], **section}
@@ -184,7 +187,8 @@ def side(line: dict[str, Any]) -> Row:
 
 
 def sides(file: Path) -> list[dict[str, Any]]:
-    """Rows of a bench of speeds that the product's plan is for: stage 2 on GPUs, packed rows of 8,192."""
+    """Rows of a bench of speeds that the product's plan is for: stage 2, and stage 3 with blocks fetched as one piece,
+    on GPUs, packed rows of 8,192."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
         line
@@ -192,7 +196,8 @@ def sides(file: Path) -> list[dict[str, Any]]:
         if line["kind"] == "side"
         and "step_s" in line
         and line["commit"] not in BEFORE
-        and all(word in line["command"] for word in ("-m glmexp", "zero=stage2", "data.max_length=8192"))
+        and all(word in line["command"] for word in ("-m glmexp", "data.max_length=8192"))
+        and any(word in line["command"] for word in ("zero=stage2", "zero.whole_blocks=true"))
     ]
 
 

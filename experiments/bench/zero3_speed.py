@@ -2,9 +2,9 @@
 
     python experiments/bench/zero3_speed.py --work FOLDER [--model qwen2] [--full --layers 14] [--sides stage2 stage3]
 
-Sides: stage2, stage3 and blocks on two GPUs, stage2_one and so on on one; ``NAME=SIDE:KEY=VALUE;...`` adds options, as
-``tuned=stage3:zero.stage3_param_persistence_threshold=1000000``. stage3 lets DeepSpeed gather whole blocks
-(zero.leaf_modules), blocks is zero.whole_blocks; ``hooks=stage3:zero.leaf_modules=null`` fetches tensor by tensor.
+Sides: stage2, stage3, blocks, leaf and tensors on two GPUs, stage2_one and so on on one; ``NAME=SIDE:KEY=VALUE;...``
+adds options, as ``tuned=stage3:zero.stage3_param_persistence_threshold=1000000``. stage3 is what it is by itself, which
+blocks asks for (zero.whole_blocks); in leaf DeepSpeed gathers blocks (zero.leaf_modules), in tensors tensor by tensor.
 Speeds count all GPUs together: perfect scaling is a ratio of 2.
 phases_s in the rows have forward and backward apart from the optimizer step. See README.md and sides.py.
 """
@@ -39,8 +39,10 @@ def two(word: str, job: Job, steps: int, common: list[str], alone: bool = False)
     name, _, kind = head.rpartition("=")
     options = {
         "stage2": ["zero=stage2"],
+        "stage3": ["zero=stage3"],
         "blocks": ["zero=stage3", "zero.whole_blocks=true"],
-        "stage3": ["zero=stage3", f"zero.leaf_modules=[{BLOCKS[job.model]}]"],
+        "leaf": ["zero=stage3", f"zero.leaf_modules=[{BLOCKS[job.model]}]"],
+        "tensors": ["zero=stage3", "zero.whole_blocks=false"],
     }
     shape, alone_on_it = kind.removesuffix("_one"), kind.endswith("_one")
     if shape not in options:

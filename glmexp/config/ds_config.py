@@ -69,9 +69,30 @@ def _on_nvme(part: str, name: str) -> Callable[[RunConfig], Any]:
     return lambda config: getattr(config.offload, name) if getattr(config.offload, part) == "nvme" else None
 
 
+OTHER_WAYS = (
+    "leaf_modules",
+    "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+)
+"""Keys of the zero section by which DeepSpeed fetches weights; ``whole_blocks`` does it in their place."""
+
+
+def other_ways(config: RunConfig) -> list[str]:
+    """Keys of this configuration that let DeepSpeed fetch the weights of blocks."""
+    asked = [f"zero.{key}" for key in OTHER_WAYS if getattr(config.zero, key)]
+    return asked + (["offload.params"] if config.offload.params is not None else [])
+
+
 def gathers_blocks(config: RunConfig) -> bool:
-    """Whether stage 3 fetches each block of the network as one piece (``engine/whole_blocks.py``)."""
-    return bool(config.zero.whole_blocks)
+    """Whether stage 3 fetches each block of the network as one piece (``engine/whole_blocks.py``): by itself where no
+    key asks for another way and the network's code is known here."""
+    chosen = config.zero.whole_blocks
+    if chosen is not None:
+        return chosen
+    return config.zero.stage == 3 and not other_ways(config) and not config.model.trust_remote_code
 
 
 def cuts_blocks(config: RunConfig) -> bool:

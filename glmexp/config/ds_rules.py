@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from glmexp.config.ds_config import gathers_blocks, other_ways
 from glmexp.config.entries import PLANS
 from glmexp.config.errors import Problem
 from glmexp.config.facts import Facts
@@ -35,15 +36,8 @@ ZERO_STAGES: dict[str, tuple[int, ...]] = {
     "zero_quantized_gradients": (3,),
 }
 """Key of the zero section to the stages in which DeepSpeed reads it."""
-OTHER_WAYS = (
-    "leaf_modules",
-    "stage3_module_granularity_threshold",
-    "stage3_use_all_reduce_for_fetch_params",
-    "stage3_allgather_sequential",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-)
-"""Keys of the zero section by which DeepSpeed fetches weights; ``whole_blocks`` does it in their place."""
+FETCHING = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+"""Keys of the zero section by which DeepSpeed decides when a weight is fetched and released."""
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 DYNAMIC_SCALE_KEYS = SCALE_KEYS[1:]
@@ -261,17 +255,22 @@ def _idle(key: str, reason: str) -> Problem:
 
 def whole_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Blocks fetched as one piece lie on the GPUs, and nobody else fetches them."""
-    zero = config.zero
-    if not zero.whole_blocks:
-        return
-    others = [f"zero.{key}" for key in OTHER_WAYS if getattr(zero, key)]
-    others += ["offload.params"] if config.offload.params is not None else []
-    if others:
+    others = other_ways(config)
+    if config.zero.whole_blocks and others:
         yield Problem(
             "zero.whole_blocks",
             f"true, but {', '.join(others)} would fetch weights in another way",
             "zero.whole_blocks=null, or leave the others out",
         )
+
+
+def fetching(config: RunConfig, explicit: Collection[str]) -> list[str]:
+    """A warning where keys that the user set decide less than in DeepSpeed: blocks are fetched as one piece."""
+    asked = [f"zero.{key}" for key in FETCHING if f"zero.{key}" in explicit and getattr(config.zero, key) is not None]
+    if not asked or not gathers_blocks(config):
+        return []
+    rest = "read for what lies outside of blocks, which are fetched as one piece, two at a time"
+    return [f"{', '.join(asked)}: {rest} (zero.whole_blocks=false: for all weights)"]
 
 
 def zero_plus_plus(config: RunConfig, facts: Facts) -> Iterator[Problem]:

@@ -55,6 +55,7 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
         save, last = config.train.save_steps, config.train.max_steps
         if save is not None and last is not None and save > last:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
+        found += ds_rules.fetching(config, explicit)
     elif config.entry.name not in ("doctor", "generate"):  # the first only tells about them
         unused = sorted(key for key in explicit if key.split(".")[0] in generate_rules.TRAINING)
         read = {"train.seed"}
@@ -133,7 +134,8 @@ def _compiled_blocks(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             "train.compile",
             "true, but with these keys zero=stage3 fetches weights in hooks on every module, or linear layers are "
             "DeepSpeed's: both cut each block's graph into pieces",
-            "train.compile=null, or zero.whole_blocks=true, or zero.leaf_modules=[the class of a block] with "
+            "train.compile=null, or blocks as one piece (zero.whole_blocks=true, no other way to fetch them, "
+            "zero.memory_efficient_linear=null), or zero.leaf_modules=[the class of a block] with "
             "zero.memory_efficient_linear=false",
         )
 

@@ -160,7 +160,8 @@ class ZeroSection:
     """Class names of modules whose parameters are fetched together, as mixtures of experts need it (stage 3)."""
     whole_blocks: bool | None
     """Fetch each block's weights in one collective while the block before it computes, and compile blocks as at stage
-    2; two blocks are whole at a time. Not yet measured on GPUs. Null: off (stage 3)."""
+    2; two blocks are whole at a time. Null: true, unless another key fetches weights (offload.params, leaf_modules,
+    module granularity, ZeRO++, ...) or model.trust_remote_code is set (stage 3)."""
     zero_hpz_partition_size: Count | None
     """ZeRO++ hpZ: ranks that share a second copy of the weights, such as the GPUs of one host (stage 3)."""
     zero_quantized_weights: bool | None
@@ -286,8 +287,8 @@ class TrainSection:
     gradient_checkpointing: bool
     """Compute activations again in the backward pass in place of storing them."""
     compile: bool | None
-    """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU, at stage 3
-    with zero.whole_blocks."""
+    """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU; at stage 3 where
+    blocks are fetched as one piece (zero.whole_blocks)."""
     log_steps: Count
     """Optimizer steps between two lines of metrics."""
     save_steps: Count | None

@@ -60,7 +60,7 @@ def make_thin(model: nn.Module) -> int:
     """Let the plain LoRA layers of ``model`` learn so. Returns how many.
 
     Left to PEFT: those with dropout, whose inputs differ from layer to layer, a bias of their own, a variant such as
-    DoRA, or several adapters. Not for ZeRO stage 3, which gathers weights where PEFT's own modules are called.
+    DoRA, or several adapters. Not for weights that ZeRO stage 3 gathers where PEFT's own modules are called.
     """
     found = {name: module for name, module in model.named_modules() if _is_plain(module)}
     for module in found.values():

@@ -121,6 +121,9 @@ def set_right(engine: Any, config: RunConfig) -> None:
         _let_leaf_inputs_require_grad(engine.module, by_name=not config.zero.stage3_module_granularity_threshold)
     if gathers_blocks(config):
         whole_blocks.gather(engine)
+        precision = config.precision
+        checks = precision.dtype == "fp16" or (precision.dtype == "bf16" and precision.check_grad_overflow is not False)
+        run_ahead.let_blocks(engine.optimizer, checks)
 
 
 def _check_leaf_modules(model: nn.Module, names: list[str]) -> None:

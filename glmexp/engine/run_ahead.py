@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 without a wait of the host inside of a step: it gives work to the GPU ahead of what the GPU does.
+"""ZeRO without a wait of the host inside of a step: it gives work to the GPU ahead of what the GPU does.
 
 DeepSpeed (0.19.8, ``stage_1_and_2.py``) waits for the whole device before each reduction and behind each backward pass
 where reductions have a stream of their own (``overlap_comm``), and reads the gradient norm to clip by it. All that
@@ -6,6 +6,9 @@ follows, up to the next forward pass, then finds a GPU without work: 10 to 13 ms
 
 Of several micro batches, only the last one's reductions are waited for at all: the others' last ones (the largest, as
 the embeddings' gradient comes at the end) run beside the next forward pass.
+
+At stage 3 (``stage3.py``) it waits behind each backward pass, and asks whether the norm is finite: 13 ms of a step of
+390 on two H200.
 """
 
 from __future__ import annotations
@@ -28,6 +31,39 @@ def let(optimizer: Any) -> None:
     # Offloaded gradients are copied to the host, which must wait for them.
     if torch.cuda.is_available() and optimizer.overlap_comm and not optimizer.cpu_offload:
         order(optimizer, stage_1_and_2)
+
+
+def let_blocks(optimizer: Any, checks_norm: bool) -> None:
+    """The same at stage 3, where nothing is offloaded and blocks are fetched as one piece (``whole_blocks``).
+
+    ``checks_norm``: a step whose gradient norm is not finite is skipped (fp16, ``precision.check_grad_overflow``); else
+    it ends the run behind the step, as at stages 1 and 2.
+    """
+    from deepspeed.runtime.zero import stage3
+
+    assert isinstance(optimizer, stage3.DeepSpeedZeroOptimizer_Stage3), type(optimizer).__name__
+    if optimizer.offload_optimizer:
+        return
+    if not checks_norm:
+        optimizer.step = unasked(optimizer.step, stage3)
+    if torch.cuda.is_available():
+        name, reductions = "independent_gradient_partition_epilogue", optimizer.reduce_and_partition_stream
+        setattr(optimizer, name, in_order(getattr(optimizer, name), stage3, reductions, kind=_Resolving))
+
+
+def unasked(step: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    """``step`` without the question of ``module`` whether the norm is finite, for whose answer the host waits."""
+
+    @wraps(step)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        plain = module.is_invalid_grad_norm
+        module.is_invalid_grad_norm = lambda norm: False
+        try:
+            return step(*args, **kwargs)
+        finally:
+            module.is_invalid_grad_norm = plain
+
+    return stepping
 
 
 def order(optimizer: Any, module: Any) -> None:
@@ -80,7 +116,11 @@ def _always() -> bool:
 
 
 def in_order(
-    method: Callable[..., Any], module: Any, reductions: Any, waits: Callable[[], bool] = _always
+    method: Callable[..., Any],
+    module: Any,
+    reductions: Any,
+    waits: Callable[[], bool] = _always,
+    kind: type[_Ordering] | None = None,
 ) -> Callable[..., Any]:
     """``method`` with ``module.get_accelerator().synchronize()`` as a wait of the current stream for ``reductions``, or
     as none where ``waits`` says no.
@@ -92,7 +132,7 @@ def in_order(
     @wraps(method)
     def ordered(*args: Any, **kwargs: Any) -> Any:
         plain, waited_for = module.get_accelerator, reductions if waits() else None
-        module.get_accelerator = lambda: _Ordering(plain(), waited_for)
+        module.get_accelerator = lambda: (kind or _Ordering)(plain(), waited_for)
         try:
             return method(*args, **kwargs)
         finally:
@@ -113,6 +153,14 @@ class _Ordering:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
+
+
+class _Resolving(_Ordering):
+    """At stage 3, which lets the host wait for its stream where the accelerator does not order streams by itself."""
+
+    def resolves_data_dependency(self) -> bool:
+        self.synchronize()
+        return True
 
 
 def _clipping(optimizer: Any, plain: Callable[..., None]) -> Callable[..., None]:

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from glmexp.config.derived import GRAD_ACCUM, MICRO_BATCH_SIZE
+from glmexp.config.ds_config import gathers_blocks
 from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, DataError, Problem
 from glmexp.config.schema import RunConfig
 from glmexp.data import estimate
@@ -106,7 +107,8 @@ def _head(plan: Plan, shape: Shape) -> list[str]:
         f"{config.method.name}; sizes from {model.network.source}",
         f"  engine    ZeRO stage {config.zero.stage}, {config.precision.dtype}, offload of optimizer "
         f"{config.offload.optimizer or 'none'}, of params {config.offload.params or 'none'}; attention "
-        f"{memory.kind.attention}{', compiled blocks' if memory.kind.compiled else ''}"
+        f"{memory.kind.attention}{', blocks fetched as one piece' if gathers_blocks(config) else ''}"
+        f"{', compiled blocks' if memory.kind.compiled else ''}"
         f"{', checkpointing' if memory.kind.checkpointing else ''}",
         f"  batch     {train.batch_size} rows = {train.micro_batch_size} x {train.grad_accum} x {plan.ranks} (micro "
         "batch x accumulation x ranks)",

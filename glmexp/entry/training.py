@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glmexp.config.ds_config import cuts_blocks, lower
+from glmexp.config.ds_config import cuts_blocks, gathers_blocks, lower
 from glmexp.config.errors import EXIT_STOPPED
 from glmexp.config.families import FAMILIES
 from glmexp.config.model_rules import attention_kind
@@ -99,7 +99,7 @@ def network(config: RunConfig, ds_config: dict[str, Any]) -> Any:
     if compiles(config, model):
         if fp8.layers(model):
             fp8.check_compiled()
-        if config.method.name == "lora" and config.zero.stage < 3:
+        if config.method.name == "lora" and (config.zero.stage < 3 or gathers_blocks(config)):
             from glmexp.engine.adapters import make_thin
 
             make_thin(model)
@@ -248,6 +248,7 @@ def facts(here: Session, engine: Any, plan: StepPlan, total: int, done: int) -> 
         "attention": " ".join([kind, f"with a dense mask: {reason}" if reason else ""]).strip(),
         "method": f"{config.method.name}, {build.count(trained):,} of them trained",
         "engine": f"ZeRO stage {config.zero.stage}, {config.precision.dtype}, {type(engine.basic_optimizer).__name__}"
+        + (", blocks fetched as one piece" if gathers_blocks(config) else "")
         + (", compiled blocks" if compiles(config, engine.module) else "")
         + (f", {len(low)} frozen layers in fp8" if low else ""),
         "ranks": f"{ranks} on {distributed.device().type}",

@@ -158,6 +158,9 @@ def _place(base: Change, stage: int, offload: Offload) -> Change:
         config.zero, stage=stage, reduce_bucket_size=200_000_000, overlap_comm=True, contiguous_gradients=True
     )
     kept = config.offload
+    if offload[1] is not None and zero.whole_blocks:
+        words.append("zero.whole_blocks=null")
+        zero = replace(zero, whole_blocks=None)
     if offload[0] is not None:
         kept = replace(kept, optimizer=offload[0], params=offload[1], pin_memory=True, adam=offload[2])
     elif stage == 3 and passes_gpu(kept):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,35 @@ def test_deepspeed_says_which_micro_batch_is_the_last_one(tmp_path: Path) -> Non
     words = ["method=full", "zero=stage2", "precision=bf16", "train.micro_batch_size=1", "train.grad_accum=3"]
     found = run_on_ranks(ends_of_micro_batches, *words, folder=tmp_path)
     assert found == [(True, [False, False, True] * 2)] * 2
+
+
+def test_stage_3_orders_streams_behind_a_backward_pass_and_asks_no_norm() -> None:
+    device = Device()
+    module = SimpleNamespace(get_accelerator=lambda: device, is_invalid_grad_norm=lambda norm: norm < 0)
+
+    def epilogue() -> None:
+        if not module.get_accelerator().resolves_data_dependency():
+            device.synchronize()
+
+    run_ahead.in_order(epilogue, module, "reductions", kind=run_ahead._Resolving)()
+    assert device.asked == ["stream waits for reductions"]
+    assert run_ahead.unasked(lambda norm: module.is_invalid_grad_norm(norm), module)(-1.0) is False
+    assert module.is_invalid_grad_norm(-1.0), "everywhere else it is asked"
+
+
+def test_deepspeeds_stage_3_waits_where_this_takes_its_place() -> None:
+    """In these two methods, in these words: a version that waits elsewhere must be looked at again."""
+    from deepspeed.runtime.zero import stage3
+
+    source = inspect.getsource(stage3)
+    epilogue, step = (
+        source.split(f"    def {name}(self")[1].split("    def ")[0]
+        for name in ("independent_gradient_partition_epilogue", "step")
+    )
+    waits = "self.reduce_and_partition_stream.synchronize()"
+    asks = f"if not get_accelerator().resolves_data_dependency():\n            {waits}"
+    assert [epilogue.count(one) for one in (asks, "get_accelerator()", "synchronize()")] == [1, 1, 1]
+    assert step.count("is_invalid_grad_norm(") == 1
 
 
 @pytest.mark.parametrize("norm", [0.25, 4.0, -1.0])

@@ -16,7 +16,9 @@ from tests.ranks import run_on_ranks
 
 SMALL = ["reduce_bucket_size=1000", "overlap_comm=false", "reduce_scatter=false"]
 STAGE2 = ["allgather_bucket_size=1000", "round_robin_gradients=true"]
+PLAIN = ["whole_blocks=false"]
 FETCHED = [
+    *PLAIN,
     "stage3_prefetch_bucket_size=0",
     "stage3_model_persistence_threshold=1000",
     "stage3_max_live_parameters=1",
@@ -63,7 +65,7 @@ def _equal(found: dict, plain: str) -> None:
 
 def test_every_key_trains_to_the_numbers_of_the_plain_stage(tmp_path: Path) -> None:
     """LoRA: under frozen weights a leaf module of DeepSpeed's crashed in its first backward pass (see build)."""
-    cells = {"plain": _words("stage3", []), "blocks": _words("stage3", ["whole_blocks=true"], CHECKPOINTED)}
+    cells = {"plain": _words("stage3", PLAIN), "blocks": _words("stage3", [], CHECKPOINTED)}
     cells |= {name: _words(name.split()[0], keys) for name, keys in TOGETHER.items()}
     cells["stage3 leaf, checkpointed"] = _words("stage3", LEAF, CHECKPOINTED)
     cells["too small"] = _words("stage3", ["stage3_module_granularity_threshold=1"])
@@ -79,7 +81,7 @@ def test_every_key_trains_to_the_numbers_of_the_plain_stage(tmp_path: Path) -> N
 @pytest.mark.parametrize("method", ["full", "lora", "freeze"])
 def test_each_key_alone(method: str, tmp_path: Path) -> None:
     """Minutes; both networks' blocks as leaf modules, with and without checkpointing, included."""
-    cells = {"plain": _words("stage3", [], f"method={method}")}
+    cells = {"plain": _words("stage3", PLAIN, f"method={method}"), "blocks": _words("stage3", [], f"method={method}")}
     for name, keys in TOGETHER.items():
         stage = name.split()[0]
         cells |= {f"{stage} {key}": _words(stage, [key], f"method={method}") for key in keys}
@@ -87,8 +89,7 @@ def test_each_key_alone(method: str, tmp_path: Path) -> None:
     _equal(run_on_ranks(short_runs, cells, 3, folder=tmp_path)[0], "plain")
     qwen2 = ["model=tiny_qwen2", f"method={method}"]
     leaf = ["leaf_modules=[Qwen2DecoderLayer]"]
-    cells = {"plain": _words("stage3", [], *qwen2), "leaf": _words("stage3", leaf, *qwen2)}
-    blocks = ["whole_blocks=true"]
-    cells |= {"blocks": _words("stage3", blocks, *qwen2), "again": _words("stage3", blocks, *qwen2, CHECKPOINTED)}
+    cells = {"plain": _words("stage3", PLAIN, *qwen2), "leaf": _words("stage3", leaf, *qwen2)}
+    cells |= {"blocks": _words("stage3", [], *qwen2), "again": _words("stage3", [], *qwen2, CHECKPOINTED)}
     cells["checkpointed"] = _words("stage3", leaf, *qwen2, CHECKPOINTED)
     _equal(run_on_ranks(short_runs, cells, 3, folder=tmp_path)[0], "plain")

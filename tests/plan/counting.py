@@ -27,7 +27,7 @@ PLACES = {
     "1": ["zero=stage1"],
     "2": ["zero=stage2"],
     "3": ["zero=stage3"],
-    "3 blocks": ["zero=stage3", "zero.whole_blocks=true"],
+    "3 plain": ["zero=stage3", "zero.whole_blocks=false"],
     "1 optimizer": ["zero=stage1", "offload=optimizer", "offload.adam=torch"],
     "2 optimizer": ["zero=stage2", "offload=optimizer", "offload.adam=torch"],
     "1 passing": ["zero=stage1", "offload=optimizer", "offload.adam=gpu"],

@@ -12,8 +12,8 @@ from tests.ranks import run_on_ranks
 
 SOME = [
     cell("tiny", "method=full", "2", "bf16", 2),
-    cell("tiny_qwen2", "method=full", "3", "bf16", 1),
-    cell("tiny_chatglm2", "method=lora", "3 blocks", "bf16", 1),
+    cell("tiny_qwen2", "method=full", "3 plain", "bf16", 1),
+    cell("tiny_chatglm2", "method=lora", "3", "bf16", 1),
     cell("tiny_chatglm", "method=freeze", "2 optimizer", "bf16", 2),
     cell("tiny_qwen2", "method=lora", "3 all", "bf16", 1),
     cell("tiny", "method=full", "2 passing", "bf16", 2),
