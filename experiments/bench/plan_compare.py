@@ -197,7 +197,8 @@ def sides(file: Path) -> list[dict[str, Any]]:
         and "step_s" in line
         and line["commit"] not in BEFORE
         and all(word in line["command"] for word in ("-m glmexp", "data.max_length=8192"))
-        and any(word in line["command"] for word in ("zero=stage2", "zero.whole_blocks=true"))
+        and ("zero=stage2" in line["command"] or "zero=stage3" in line["command"])
+        and not any(word in line["command"] for word in ("zero.leaf_modules", "zero.whole_blocks=false"))
     ]
 
 
