@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -31,7 +31,8 @@ def talk(speaker: Speaker, record: Record, kept: str) -> None:
     if keyboard and importlib.util.find_spec("readline") is not None:
         importlib.import_module("readline")  # input() then edits lines: whole characters are erased, not bytes
     chat = Chat(speaker, record, sys.stdout, sys.stdout if keyboard else sys.stderr)
-    facts = {**speaker.facts(rows=1), "answers": f"kept in {kept}"}
+    facts = speaker.facts(rows=1)
+    facts["answers"] += f"; kept in {kept}"
     chat.say(*(f"{name}: {value}" for name, value in facts.items()))
     if keyboard:
         chat.say(HELP)
@@ -44,9 +45,10 @@ def talk(speaker: Speaker, record: Record, kept: str) -> None:
 def _lines(chat: Chat, keyboard: bool) -> Iterator[str]:
     """What is typed, or the lines of the pipe, until the end."""
     if not keyboard:
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]  # it is a text file
+        # Windows editors put a mark in front, which is no part of the first question.
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")  # type: ignore[union-attr]  # a text file
         try:
-            yield from sys.stdin
+            yield from _in_utf_8(chat, sys.stdin)
         except KeyboardInterrupt:
             return
         return
@@ -58,6 +60,17 @@ def _lines(chat: Chat, keyboard: bool) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             chat.say("", "(Ctrl-D ends the chat)")
+
+
+def _in_utf_8(chat: Chat, lines: Iterable[str]) -> Iterator[str]:
+    """Lines with other bytes are named and not asked: the model would answer another question."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            chat.say(f"(line {number} is not UTF-8; it was not asked: iconv -f gb18030 -t utf-8, or the like, before)")
+        else:
+            yield line
 
 
 @contextmanager

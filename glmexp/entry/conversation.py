@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ class Speaker:
         self.cache = served.cache
         self.cache_bytes = self.cache.bytes(rows, settings.max_length)
         self._check(rows)
-        torch.manual_seed(settings.seed)
+        self.draw_anew(0)
 
     def _check(self, rows: int) -> None:
         length, most = self.settings.max_length, kv_cache.max_positions(self.served.model)
@@ -108,6 +109,11 @@ class Speaker:
         if lack is not None:
             way = "a smaller generate.max_length" + (" or generate.batch_size" if rows > 1 else "")
             raise ConfigError(Problem("generate.max_length", lack, way))
+
+    def draw_anew(self, place: int) -> None:
+        """What is drawn from here on follows from ``generate.seed`` and the ``place`` of a prompt in its file: not from
+        the number of ranks, each of which would otherwise draw the same for its first prompts."""
+        torch.manual_seed(random.Random(f"{self.settings.seed} {place}").getrandbits(63))
 
     def facts(self, rows: int) -> dict[str, str]:
         """For the terminal."""

@@ -86,6 +86,7 @@ def answer_file(config: RunConfig, subject: serving.Subject, output: Path) -> No
     done, mine = 0, sum(map(len, batches))
     with part.open("w", encoding="utf-8") as file:
         for number, places in enumerate(batches, start=1):
+            speaker.draw_anew(places[0])
             answers = speaker.answers([prompts[place] for place in places])
             for place, answer in zip(places, answers, strict=True):
                 question = questions[place]

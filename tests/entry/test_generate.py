@@ -127,15 +127,21 @@ def test_prompts_together_are_answered_as_alone(tmp_path: Path) -> None:
 def shared_out(folder: Path, file: str) -> None:
     config = replace(composed(), generate=settings(prompts_file=file, max_new_tokens=8))
     generate.answer_file(config, serving.find(config), folder / "answers.jsonl")
+    drawn = replace(config, generate=replace(config.generate, batch_size=2, temperature=5.0))
+    generate.answer_file(drawn, serving.find(drawn), folder / "drawn.jsonl")
 
 
 def test_ranks_share_the_prompts_and_one_file_has_all_answers_in_order(tmp_path: Path) -> None:
-    file = prompts_file(tmp_path, *({"prompt": text} for text in (*PROMPTS, "a?", "b?")))
-    alone = answered(tmp_path / "alone", prompts_file=file, max_new_tokens=8)
+    texts = (*PROMPTS, "a?", "a?", "a?", "a?")
+    file = prompts_file(tmp_path, *({"prompt": text} for text in texts))
+    (tmp_path / "alone").mkdir()
+    shared_out(tmp_path / "alone", file)
     run_on_ranks(shared_out, tmp_path, file, folder=tmp_path)
-    lines = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == alone
-    assert not list(tmp_path.glob("answers.jsonl.*"))
+    for name in ("answers.jsonl", "drawn.jsonl"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (tmp_path / "alone" / name).read_text(encoding="utf-8")
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "drawn.jsonl").open(encoding="utf-8")]
+    assert len(set(answers)) == len(texts), "a prompt again and again gets another answer each time"
+    assert not list(tmp_path.glob("*.jsonl.*"))
 
 
 def test_the_oldest_rounds_make_room_and_the_system_text_stays() -> None:
@@ -293,6 +299,18 @@ def test_lines_of_a_pipe_are_answered_and_only_answers_are_printed(
     assert [row["prompt"] for row in rows] == ["你好", "12 + 30 = ?"]
     assert "(a new conversation)" in printed.err
     assert "bytes a token" in printed.err
+
+
+def test_a_pipe_s_byte_order_mark_is_no_part_of_a_question_and_other_encodings_are_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = "12 + 30 = ?\n".encode("utf-8-sig") + "你好\n".encode("gb18030") + "你好\n".encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(sent)))
+    rows = answered(tmp_path / "run", max_new_tokens=4)
+    assert [row["prompt"] for row in rows] == ["12 + 30 = ?", "你好"]
+    assert "(line 2 is not UTF-8; it was not asked: iconv -f gb18030 -t utf-8, or the like, before)" in (
+        capsys.readouterr().err
+    )
 
 
 def test_settings_of_training_have_no_effect_and_are_named() -> None:
