@@ -75,8 +75,9 @@ def merged(network: Any) -> Any:
     return network.unload()  # type: ignore[operator]  # peft hands it on to the adapter's model
 
 
-def decoder(network: Any, section: DecodingSection) -> Decoder | None:
-    """How ``network``, already placed, writes tokens; None: by ``generate`` of transformers.
+def decoder(network: Any, section: DecodingSection, falls_back: bool) -> Decoder | None:
+    """How ``network``, already placed, writes tokens; None: by ``generate`` of transformers. ``falls_back``: a way that
+    nobody asked for may become another one where the compiler fails.
 
     Raises ConfigError where ``decoding.way`` names what does not apply to it.
     """
@@ -84,7 +85,7 @@ def decoder(network: Any, section: DecodingSection) -> Decoder | None:
         return None
     if section.way is None:
         way = best_way(network)
-        return None if way is None else Decoder(network, way)
+        return None if way is None else Decoder(network, way, falls_back=falls_back)
     if not applies(network):
         raise ConfigError(
             Problem(

@@ -188,4 +188,7 @@ def load(subject: Subject, config: RunConfig) -> Served:
     network = subject.network(dtype, placement.merges(config.placement, config.decoding))
     family, limit = subject.section.family, config.launcher.timeout_s
     model = placement.place(network, family, config.placement, config.decoding, limit)
-    return Served(subject, model, dtype, config.placement.name, placement.decoder(model, config.decoding))
+    # A bench measures the way that it names, and ranks that share a network have to go the same one.
+    falls_back = config.entry.name != "bench" and config.placement.name != "tensor_parallel"
+    decoder = placement.decoder(model, config.decoding, falls_back)
+    return Served(subject, model, dtype, config.placement.name, decoder)

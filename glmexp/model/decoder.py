@@ -8,7 +8,8 @@ kernels of a block become few (``torch.compile``); blocks share their code, so i
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -16,8 +17,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
+from glmexp.config.errors import ConfigError, Problem
 from glmexp.model.base import ChatGLMPreTrainedModel
 from glmexp.model.chatglm import ChatGLMForConditionalGeneration
 from glmexp.model.choosing import Choosing, choose
@@ -25,13 +28,12 @@ from glmexp.model.one_row import one_row, takes_rows
 from glmexp.model.positions import derive_positions
 from glmexp.model.prefix import prefix_states
 from glmexp.model.slots import SLOTS, LayerSlots, SlotCache
+from glmexp.model.token_reader import OnTokens, Reader
+
+log = logging.getLogger(__name__)
 
 Way = Literal["static", "graph", "compiled"]
 """static: call by call; graph: one CUDA graph a token; compiled: the same with compiled blocks."""
-OnTokens = Callable[[list[int]], bool]
-"""Gets each step's token of every row, pads where a row has ended; True ends the generation."""
-_AHEAD = 2
-"""Steps that are under way before the tokens of the first of them are read."""
 _ROUNDED = 256
 """Slots that a cache is rounded up to, so that the next call finds it large enough."""
 _WARM_UP = 3
@@ -62,9 +64,12 @@ WORTHWHILE_PARAMETERS = 1_000_000_000
 class Decoder:
     """Generation with one network; keeps the cache and graph of the last shape for the next call."""
 
-    def __init__(self, network: PreTrainedModel, way: Way, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, network: PreTrainedModel, way: Way, options: dict[str, Any] | None = None, falls_back: bool = False
+    ) -> None:
+        """``options``: torch.compile's. ``falls_back``: where the compiler fails, the way is graph from then on."""
         assert applies(network), f"{type(network).__name__} has no decoding step here"
-        self.network = network
+        self.network, self.falls_back = network, falls_back
         self.way: Way = way
         self.run_layer: Callable[..., Tensor] = _plain_layer
         if way == "compiled":
@@ -118,12 +123,28 @@ class Decoder:
         shown = input_ids if attention_mask is None else input_ids.where(attention_mask.ne(0), input_ids[:, -1:])
         self.step.begin(shown, logits, start, each, batch)
         if self.way != "static" and self.step.graph is None and max_new_tokens > 1:
-            self.step.record()
+            self._record(self.step)
         return self._write(self.step, batch, max_new_tokens, on_tokens)
+
+    def _record(self, step: Step) -> None:
+        """Raises ConfigError where the compiler fails and nothing else may be done."""
+        try:
+            step.record()
+        except TorchDynamoException as error:
+            why = " ".join(str(error).split("\n\n")[0].split())[:300]
+            if not self.falls_back:
+                way_out = "decoding.way=graph; TORCHDYNAMO_VERBOSE=1 and the rank's log say more"
+                raise ConfigError(Problem("decoding.way", f"compiled: the compiler fails: {why}", way_out)) from error
+            log.warning("decoding.way: graph instead of compiled", exc_info=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"decoding: graph, since the compiler fails (all of it is in the log): {why}", flush=True)
+            self.way, self.run_layer = "graph", _plain_layer
+            step.run_layer = _plain_layer
+            step.record()
 
     def _write(self, step: Step, batch: int, most: int, on_tokens: OnTokens | None) -> Tensor:
         """Steps until all rows have ended, ``most`` tokens stand there, or the reader has enough."""
-        reader = _Reader(step, batch)
+        reader = Reader(step, batch)
         stopped = False
         with step.ready() if step.graph is None else _nothing():
             for _ in range(most - 1):
@@ -294,12 +315,14 @@ class Step:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with self.ready():
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UP):
-                    self.run()
+            try:
+                with torch.cuda.stream(side):
+                    for _ in range(_WARM_UP):
+                        self.run()
+            finally:
+                torch.cuda.current_stream().wait_stream(side)
                 for tensor, value in zip(state, kept, strict=True):
                     tensor.copy_(value)
-            torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
             # NCCL's watchdog asks about events meanwhile, from a thread of its own: only this one must not.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -370,43 +393,3 @@ def _filled_up(rows: Tensor, count: int) -> Tensor:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
-
-
-class _Reader:
-    """Reads tokens some steps behind the one that is under way."""
-
-    def __init__(self, step: Step, rows: int) -> None:
-        self.step, self.rows, self.on_gpu = step, rows, step.token.device.type == "cuda"
-        self.waiting: deque[tuple[Tensor, Any]] = deque()
-        self.seen = 0
-        """Tokens of each row that were read."""
-        self.note()
-
-    def note(self) -> None:
-        """The step that was just called will have written these tokens."""
-        noted = torch.cat((self.step.token[: self.rows, 0], self.step.ended.all()[None].to(torch.int64)))
-        if not self.on_gpu:
-            self.waiting.append((noted, None))
-            return
-        host = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=True)
-        host.copy_(noted, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self.waiting.append((host, event))
-
-    def behind(self, on_tokens: OnTokens | None) -> bool:
-        """Read what is ``_AHEAD`` steps old. True: it is over."""
-        stop = False
-        while len(self.waiting) >= (_AHEAD if self.on_gpu else 1) and not stop:
-            stop = self.read(on_tokens)
-        return stop
-
-    def read(self, on_tokens: OnTokens | None) -> bool:
-        """Wait for the oldest step that was not read. True: all rows have ended, or the reader has enough."""
-        host, event = self.waiting.popleft()
-        if event is not None:
-            event.synchronize()
-        *tokens, ended = host.tolist()
-        self.seen += 1
-        enough = on_tokens(tokens) if on_tokens is not None else False
-        return bool(ended) or enough

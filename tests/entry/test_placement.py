@@ -85,9 +85,9 @@ def test_a_way_that_does_not_apply_is_refused() -> None:
 
     model = get_peft_model(network("qwen2", "sdpa"), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError) as caught:
-        placement.decoder(model, DecodingSection("static"))
+        placement.decoder(model, DecodingSection("static"), True)
     assert "static does not apply to PeftModelForCausalLM" in caught.value.report()
-    assert placement.decoder(model, DecodingSection(None)) is None
+    assert placement.decoder(model, DecodingSection(None), True) is None
     split = PlacementSection("tensor_parallel", None, None, None, True)
     with pytest.raises(ConfigError) as caught:
         placement.place(model, "qwen2", split, DecodingSection(None), 60.0)

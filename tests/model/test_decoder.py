@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from glmexp.config.errors import ConfigError
 from glmexp.model import decoder as decoder_module
 from glmexp.model.choosing import choose, warped
 from glmexp.model.decoder import Decoder, Step, applies
@@ -295,7 +296,6 @@ def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -
     """torch refuses one more than its limit: with fullgraph that is an error."""
     import torch._dynamo
 
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     model = network("chatglm3", "sdpa")
     decoder = Decoder(model, "compiled")
     plain_layer = Decoder(model, "static").run_layer
@@ -303,8 +303,46 @@ def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Step, "record", lambda self: None)  # it needs a GPU
     ids, real = prompts("chatglm3", *[4] * 3)
     expected = Decoder(model, "static").generate(ids, real, 2, [63], PAD)
-    for rows in range(1, 4):
-        assert decoder.generate(ids[:rows], real[:rows], 2, [63], PAD).equal(expected[:rows])
+    with torch._dynamo.config.patch(recompile_limit=1):  # monkeypatch would leave the option without a value
+        for rows in range(1, 4):
+            assert decoder.generate(ids[:rows], real[:rows], 2, [63], PAD).equal(expected[:rows])
+
+
+def test_where_the_compiler_fails_a_way_that_nobody_asked_for_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch._dynamo
+
+    def failing(graph: Any, example: Any) -> Any:
+        raise ValueError("no compiler here")
+
+    def record(step: Step) -> None:
+        if step.run_layer is not plain_layer:  # as far as a CPU comes with it
+            with step.ready():
+                step.run()
+
+    model = network("chatglm3", "sdpa")
+    ids, real = prompts("chatglm3", 7)
+    plain_layer = Decoder(model, "static").run_layer
+    monkeypatch.setattr(Step, "record", record)
+    for falls_back in (False, True):
+        torch._dynamo.reset()
+        decoder = Decoder(model, "compiled", falls_back=falls_back)
+        decoder.run_layer = torch.compile(plain_layer, dynamic=False, fullgraph=True, backend=failing)
+        if falls_back:
+            assert decoder.generate(ids, real, 5, [63], PAD).equal(plain(model, ids, real, [63], 5))
+            assert decoder.way == "graph"
+            assert decoder.generate(ids, real, 5, [63], PAD, slots=32).equal(plain(model, ids, real, [63], 5))
+        else:
+            with pytest.raises(ConfigError) as caught:
+                decoder.generate(ids, real, 5, [63], PAD)
+            report = caught.value.report()
+            assert "decoding.way: compiled: the compiler fails: backend='failing' raised: ValueError" in report
+            assert "decoding.way=graph" in report
+    lines = [line for line in capsys.readouterr().out.splitlines() if "decoding" in line]
+    assert len(lines) == 1, "said once"
+    assert lines[0].startswith("decoding: graph, since the compiler fails")
+    torch._dynamo.reset()
 
 
 def test_recordings_can_be_given_up_while_others_still_hold_them() -> None:
