@@ -288,7 +288,7 @@ class TrainSection:
     """Compute activations again in the backward pass in place of storing them."""
     compile: bool | None
     """torch.compile on each block. Null: for packed rows of a large network (1e9 parameters) on a GPU; at stage 3 where
-    blocks are fetched as one piece (zero.whole_blocks)."""
+    blocks are fetched as one piece (zero.whole_blocks). All packed rows are filled up to one length then."""
     log_steps: Count
     """Optimizer steps between two lines of metrics."""
     save_steps: Count | None

@@ -6,13 +6,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from glmexp.config.data_schema import DataSection
 from glmexp.data.batches import Places, StepPlan, pick
 from glmexp.data.collate import collate
-from glmexp.data.packing import collate_packed, packs
+from glmexp.data.packing import collate_packed, filled_length, packs
 from glmexp.data.store import Example, Examples
 
 T = TypeVar("T")
@@ -28,12 +28,22 @@ class Batches:
     """Tokens of a packed row."""
     packed: list[list[int]] | None
     """Examples of each packed row. None: one example a row."""
+    length: int | None = None
+    """Tokens that every packed row is filled up to. None: a batch is as long as its longest row needs."""
 
     @staticmethod
     def of(examples: Examples, config: DataSection, seed: int, pad_id: int) -> Batches:
         """As the data section says."""
         rows = packs(examples.lengths, config.max_length, seed) if config.packing else None
         return Batches(examples, pad_id, config.max_length, rows)
+
+    def of_one_length(self) -> Batches:
+        """The same rows, each packed one filled up to the longest: the last rows of a pass, which may be nearly empty,
+        have the shape of all others then. For compiled blocks, to which a new shape costs more than padding does."""
+        if self.packed is None:
+            return self
+        longest = max(int(self.examples.lengths[row].sum()) for row in self.packed)
+        return replace(self, length=filled_length(longest, self.budget))
 
     @property
     def rows(self) -> int:
@@ -61,15 +71,16 @@ class Batches:
                 rows.append([self.examples[self.packed[0][-1]].blank()])
             else:
                 rows.append([self.examples[index] for index in self.packed[place]])
-        return collate_packed(rows, self.pad_id, self.budget)
+        return collate_packed(rows, self.pad_id, self.budget, self.length)
 
     def report(self) -> list[str]:
         """What packing did."""
         if self.packed is None:
             return []
-        rows, budget = len(self.packed), self.budget
-        share = self.examples.lengths.sum() / (rows * budget)
-        return [f"packed: {len(self.examples)} examples in {rows} rows of {budget} tokens, {share:.1%} full"]
+        rows, length = len(self.packed), self.length or self.budget
+        share = self.examples.lengths.sum() / (rows * length)
+        filled = "" if self.length is None else "; all are filled up to one length, for which blocks are compiled"
+        return [f"packed: {len(self.examples)} examples in {rows} rows of {length} tokens, {share:.1%} full{filled}"]
 
 
 def _pinned(batch: dict[str, Any]) -> dict[str, Any]:

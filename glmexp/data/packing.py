@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 ROUNDING = 128
 """Rows are filled up to a multiple of the budget's 128th: nearly full ones then share a length, and kernels a plan."""
+PADDING_PARTS = 32
+"""Of a row: see ``segment_ends``."""
 WINDOW = 4096
 """Examples that are packed together: enough for full rows, few enough that the order stays random."""
 
@@ -57,8 +60,18 @@ def _first_fit(window: list[int], lengths: np.ndarray, budget: int) -> list[list
     return rows
 
 
-def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) -> dict[str, Any]:
-    """input_ids, labels, segments, positions, contexts: int64 (batch, length), length at most ``budget``.
+def filled_length(longest: int, budget: int) -> int:
+    """What rows of at most ``longest`` tokens are filled up to."""
+    assert longest <= budget, f"{longest} tokens in a row of {budget}"
+    step = max(1, budget // ROUNDING)
+    return min(budget, -(-longest // step) * step)
+
+
+def collate_packed(
+    rows: Sequence[Sequence[Example]], pad_id: int, budget: int, length: int | None = None
+) -> dict[str, Any]:
+    """input_ids, labels, segments, positions, contexts: int64 (batch, length), as long as asked for, else as the
+    longest row needs, at most ``budget``.
 
     segments: 1, 2, ... for the examples of a row, 0 on padding. positions restart with each example. contexts: 1 on
     the tokens before the answer of the example (what v1 sees in both directions). The first label of each example is
@@ -67,10 +80,9 @@ def collate_packed(rows: Sequence[Sequence[Example]], pad_id: int, budget: int) 
     """
     import torch
 
-    longest = max(sum(len(example.input_ids) for example in row) for row in rows)
-    assert longest <= budget, f"{longest} tokens in a row of {budget}"
-    step = max(1, budget // ROUNDING)
-    length = min(budget, -(-longest // step) * step)
+    needed = filled_length(max(sum(len(example.input_ids) for example in row) for row in rows), budget)
+    length = needed if length is None else length
+    assert needed <= length, f"{needed} tokens in a row of {length}"
     shape = (len(rows), length)
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("segments", "positions", "contexts")}
     batch |= {"input_ids": torch.full(shape, pad_id), "labels": torch.full(shape, IGNORED)}
@@ -95,17 +107,20 @@ def segment_ends(rows: Sequence[Sequence[int]], length: int) -> dict[str, Any]:
     """cu_seq_lens: int32 (segments + 1,), 0 and the running sum of ``rows``' token counts and of the padding behind
     each row up to ``length``; max_length: the longest, an int. On the CPU: a GPU would have to be waited for.
 
-    Padding is cut into segments no longer than the longest example, so that a short row costs no more than a full one.
+    Padding is cut into segments no longer than the longest example, so that a short row costs no more than a full one;
+    but where that is tiny into PADDING_PARTS of a row: flash attention's backward pass holds 128 tokens' gradients in
+    float32 for each segment.
     """
     import torch
 
-    longest = max(count for row in rows for count in row)
+    part = max(length // PADDING_PARTS, *(count for row in rows for count in row))
     ends = [0]
     for number, row in enumerate(rows, start=1):
         for count in row:
             ends.append(ends[-1] + count)
         while ends[-1] < number * length:
-            ends.append(min(ends[-1] + longest, number * length))
+            ends.append(min(ends[-1] + part, number * length))
+    longest = max(end - start for start, end in pairwise(ends))
     return {"cu_seq_lens": torch.tensor(ends, dtype=torch.int32), "max_length": longest}
 
 

@@ -95,6 +95,7 @@ def _continue(here: Session, template: Renderer, data: Prepared, total: int) -> 
     plan = training.plan(config, batches)
     ds_config = training.lowered(here)
     engine = build.initialize(training.network(config, ds_config), config, ds_config, total)
+    batches = training.shaped(config, engine.module, batches)
     assert config.train.grad_accum is not None, "derived before the run starts"
     try:
         found = checkpoint.find(here.folder, step_name(total - 1))

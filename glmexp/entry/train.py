@@ -44,6 +44,7 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     with explained("loading the model", config, lambda: None, here.planned):
         model = training.network(config, ds_config)
         engine = build.initialize(model, config, ds_config, total)
+    batches = training.shaped(config, model, batches)
     start = proof.before(engine)
     evaluation = training.evaluation(here, engine, template, data)
     keeper = resume.begin(here, engine, plan, data, template, start, evaluation)

@@ -191,6 +191,7 @@ def _train(here: Session, template: Renderer, data: Prepared, callbacks: list[Tr
     positions.at("building the model")
     with explained("loading the model", config, lambda: None, here.planned):
         model = training.network(config, ds_config)
+        batches = life.batches = training.shaped(config, model, batches)
         assert train.grad_accum is not None, "derived before the run starts"
         life.trainer = StepTrainer(
             model,

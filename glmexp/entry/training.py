@@ -113,6 +113,11 @@ def compiles(config: RunConfig, model: Any) -> bool:
     return compiled.wanted(config.train.compile, config.data.packing, cuts_blocks(config), parameters)
 
 
+def shaped(config: RunConfig, model: Any, batches: Batches) -> Batches:
+    """``batches`` as ``model`` is to get them: of one shape where blocks are compiled, else no longer than needed."""
+    return batches.of_one_length() if compiles(config, model) else batches
+
+
 def plan(config: RunConfig, batches: Batches) -> StepPlan:
     micro, accum = config.train.micro_batch_size, config.train.grad_accum
     assert micro is not None, "derived before the run starts"

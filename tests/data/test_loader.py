@@ -54,6 +54,31 @@ def test_every_example_is_learned_once_an_epoch_when_packed(tmp_path: Path) -> N
                              f"{made.examples.lengths.sum() / made.rows / 64:.1%} full"]  # fmt: skip
 
 
+def test_filled_up_rows_are_of_one_length_and_learn_the_same(tmp_path: Path) -> None:
+    made, _ = batches(tmp_path, packing=True)
+    plan = StepPlan(made.rows, 1, 2, 1, 0, 0, shuffle=True)
+    filled, longest = made.of_one_length(), max(int(made.examples.lengths[row].sum()) for row in made.packed or ())
+    steps = range(plan.steps_per_epoch)
+    plain = [batch for step in steps for batch in made.step(plan, step)]
+    full = [batch for step in steps for batch in filled.step(plan, step)]
+    assert len({batch["input_ids"].shape for batch in plain}) > 1, "something to fill up"
+    assert {batch["input_ids"].shape for batch in full} == {(1, longest)}
+    for one, other in zip(plain, full, strict=True):
+        length = one["input_ids"].shape[1]
+        for name in ("input_ids", "labels", "segments", "positions", "contexts"):
+            assert torch.equal(other[name][:, :length], one[name]), name
+        assert torch.equal(other["targets"], one["targets"])
+        assert torch.equal(other["lengths"], one["lengths"])
+        assert not other["segments"][:, length:].any()
+        assert (other["labels"][:, length:] == -100).all()
+    assert filled.report()[0].endswith(
+        f"{made.rows} rows of {longest} tokens, {made.examples.lengths.sum() / made.rows / longest:.1%} full; "
+        "all are filled up to one length, for which blocks are compiled"
+    )
+    padded, _ = batches(tmp_path)
+    assert padded.of_one_length() is padded
+
+
 def test_a_failure_in_a_thread_is_raised_where_the_batch_is_used() -> None:
     def make(step: int) -> int:
         if step == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from glmexp.data.collate import collate
 from glmexp.data.packing import collate_packed, model_inputs, packs, visible
 from glmexp.data.store import Example
+from glmexp.engine.loop import size_over_ranks
 from glmexp.engine.loss import loss_sum
 from tests.model.samples import FAMILIES, GMASK, examples, network
 
@@ -62,7 +64,11 @@ def test_packed_padded_and_one_by_one_are_the_same(family: str, changes: dict[st
     alone = sum(loss for loss, _ in single), torch.stack([gradient for _, gradient in single]).sum(0)
     count = int((batch["labels"][:, 1:] != -100).sum())
     assert count == sum(row.supervised_tokens for row in rows)
-    for other in (packed, together):
+    longer = collate_packed([[rows[index] for index in row] for row in ROWS], pad_id=3, budget=64, length=64)
+    filled = loss_and_gradient(model, model_inputs(longer, family, GMASK, attention), longer["labels"])  # type: ignore[arg-type]
+    size, filled_size = size_over_ranks([batch], None), size_over_ranks([longer], None)
+    assert filled_size == replace(size, places=3 * 64)
+    for other in (packed, filled, together):
         assert abs(other[0] - alone[0]) / count <= LOSS
         assert float((other[1] - alone[1]).norm() / alone[1].norm()) <= GRADIENT
 
@@ -119,6 +125,15 @@ def test_segments_cover_every_position_and_padding_is_no_longer_than_an_example(
     assert batch["cu_seq_lens"].tolist() == [0, 4, 5, 8, 9, 13, 16]
     assert batch["cu_seq_lens"].dtype == torch.int32
     assert batch["max_length"] == 4
+
+
+def test_filled_up_rows_cost_a_bounded_number_of_segments() -> None:
+    """A row of one token in 640: padding in parts of a 32nd, not in one segment a token."""
+    row = examples("chatglm3", [(0, 0)])
+    batch = collate_packed([row], pad_id=3, budget=640, length=640)
+    assert batch["cu_seq_lens"].tolist() == [0, *range(1, 640, 20), 640]
+    assert batch["max_length"] == 20
+    assert batch["lengths"].tolist() == [1]
 
 
 @settings(max_examples=60, deadline=None)
