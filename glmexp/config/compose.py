@@ -11,7 +11,7 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra.types import RunMode
 
-from glmexp.config import derived, ds_file, hydra_tree, inference_rules, inherit, launch_rules, rules, sweep
+from glmexp.config import derived, ds_file, hydra_tree, inference_rules, inherit, launch_rules, registry, rules, sweep
 from glmexp.config.arguments import Arguments, Given, parse, understand
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.hydra_tree import Groups, Origin, Tree
@@ -337,8 +337,6 @@ def _unchosen_hooks(tree: Tree) -> Iterator[Problem]:
         return
     for name in [name for name, settings in hooks.items() if isinstance(settings, dict)]:
         leaves = flatten({name: hooks[name]}, "eval")
-        from glmexp.config import registry
-
         if registry.known("eval", name) and not tree.in_files.intersection(leaves):
             others = ",".join([*(other for other in hooks if other not in (name, "batch_size")), name])
             del hooks[name]

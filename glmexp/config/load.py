@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from glmexp.config import registry
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.help import meaning
+from glmexp.config.nearest import choice, unknown_key
 from glmexp.config.redact import redacted, restored
 from glmexp.config.schema import Bound, RunConfig
 
@@ -156,8 +158,6 @@ class _Walk:
 
     def without_name(self, name: str, tree: Any) -> Problem:
         """A section whose dataclass cannot be told: no option was chosen, or a file took its keys away."""
-        from glmexp.config.nearest import choice
-
         if isinstance(tree, dict) and tree:
             return Problem(f"{name}.name", f"is missing{self.source.files(name)}", choice(name))
         found = "an empty mapping" if tree == {} else f"{shown(tree)}, which is no section"
@@ -205,8 +205,6 @@ class _Walk:
         if value is BROKEN:
             return
         if value == MISSING:
-            from glmexp.config.help import meaning
-
             self.problems.append(Problem(key, f"must be set ({meaning(key)})", f"{key}=..."))
             return
         if typing.get_origin(hint) is dict and isinstance(value, dict):
@@ -231,8 +229,6 @@ class _Walk:
                 self.report_unknown({name: tree[name]}, path)
 
     def report_unknown(self, tree: Mapping[str, Any], path: str) -> None:
-        from glmexp.config.nearest import unknown_key
-
         for key, value in flatten(tree, path).items():
             self.problems.append(unknown_key(key, value, self.source.suffix(key)))
 

@@ -10,7 +10,8 @@ from glmexp.config.data_rules import BUILTIN
 from glmexp.config.families import FAMILIES
 from glmexp.config.schema import ModelSection, RunConfig
 from glmexp.data import forms
-from glmexp.data.files import open_file, parse_block, sample
+from glmexp.data.files import parse_block
+from glmexp.data.opening import open_file, sample
 from glmexp.data.readers import read_records
 
 WIDE_FROM = "\u2e80"

@@ -1,13 +1,9 @@
-"""Data files as records: JSON arrays, JSON lines, CSV, Parquet and hub names. Values stay the text that they are.
-
-A file is handed on in blocks, so that a large one is never whole in memory as Python objects and several processes can
-share the work; lines are counted from 1, as an editor does.
-"""
+"""What a data file is, and JSON as records. Values stay the text that they are; lines are counted from 1, as an editor
+does."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -16,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from glmexp.config.data_rules import BUILTIN, HUB
 from glmexp.config.errors import DataError, Problem
 
 SHOWN_PROBLEMS = 5
@@ -90,55 +85,7 @@ class DataFile:
     @property
     def line_encoding(self) -> str:
         """Encoding of the lines in blocks, which have no byte order mark."""
-        return "utf-8" if self.encoding == "utf-8-sig" or _wide(self.encoding) else self.encoding
-
-    def blocks(self) -> Iterator[Block]:
-        """The file's rows in order. Raises DataError for what cannot be read past."""
-        if self.kind == "JSON lines":
-            yield from _line_blocks(self)
-        else:
-            from glmexp.data import tables
-
-            readers = {"JSON array": json_array, "JSON object": json_object, "CSV": tables.csv_rows}
-            reader = readers.get(self.kind, tables.arrow_rows)
-            yield from _grouped(reader(self))
-
-
-def open_file(path: str, encoding: str | None) -> DataFile:
-    """Find a file and say what it is. Raises DataError: no such file, not in this encoding, nothing in it."""
-    if path.startswith(HUB):
-        from glmexp.data import tables
-
-        name, place, fingerprint = tables.from_hub(path)
-        return DataFile(name, "hub", place, "utf-8", fingerprint=fingerprint)
-    file = resolve(path)
-    name = path if path.startswith(BUILTIN) else str(file)
-    with file.open("rb") as stream:
-        head = stream.read(BLOCK_BYTES)
-    if head.startswith(b"PAR1"):
-        return DataFile(name, "Parquet", file, "utf-8")
-    encoding = encoding or "utf-8"
-    if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
-        encoding = "utf-8-sig"
-    kind, separator = _look(name, file, head, encoding)
-    return DataFile(name, kind, file, encoding, separator)
-
-
-def resolve(path: str) -> Path:
-    """Absolute path of a data file; ``builtin:demo/train.jsonl`` lies in this package. Raises DataError."""
-    if path.startswith(BUILTIN):
-        folder = Path(__file__).parent
-        file = folder / path.removeprefix(BUILTIN)
-        if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-            known = sorted(f"{BUILTIN}{found.relative_to(folder).as_posix()}" for found in folder.glob("*/*.jsonl"))
-            raise DataError(Problem(path, "no such shipped file", f"use one of {', '.join(known)}"))
-        return file
-    file = Path(path).expanduser().absolute()
-    if file.is_dir():
-        raise DataError(Problem(str(file), "is a folder", "name one JSON, JSON lines, CSV or Parquet file"))
-    if not file.is_file():
-        raise DataError(Problem(str(file), "no such file", "paths are relative to the folder the command runs in"))
-    return file
+        return "utf-8" if self.encoding == "utf-8-sig" or wide(self.encoding) else self.encoding
 
 
 def json_type(value: Any) -> str:
@@ -153,28 +100,6 @@ def raise_all(path: str, problems: list[Problem]) -> None:
     hidden = len(problems) - SHOWN_PROBLEMS
     more = [Problem(path, f"and {hidden} more, {len(problems)} problems in all")] if hidden > 0 else []
     raise DataError(*problems[:SHOWN_PROBLEMS], *more)
-
-
-def sample(file: DataFile) -> tuple[Iterator[Block], list[dict[str, Any]]]:
-    """All blocks, and the rows of the first ones until a row was found."""
-    blocks = file.blocks()
-    looked: list[Block] = []
-    problems: list[Problem] = []
-    for block in blocks:
-        looked.append(block)
-        records = parse_block(block, file.line_encoding)
-        rows = [one.value for one in records if not isinstance(one, Fault) and isinstance(one.value, dict)]
-        if rows:
-            return itertools.chain(looked, blocks), rows
-        for one in records:
-            fault = (
-                one
-                if isinstance(one, Fault)
-                else Fault(one.line, f"a row must be a JSON object, found {json_type(one.value)}")
-            )
-            problems.append(Problem(f"{file.path}:{fault.line}", fault.reason, fault.fix))
-    raise_all(file.path, problems)
-    raise DataError(Problem(file.path, "the file is empty: it has no example", "rows of questions and answers"))
 
 
 def parse_block(block: Block, encoding: str) -> list[Record | Fault]:
@@ -238,43 +163,14 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _look(name: str, file: Path, head: bytes, encoding: str) -> tuple[Kind, str]:
-    """What kind of text file it is, by its name and its first characters."""
-    start = head[: 1 << 16].decode(encoding, errors="replace").lstrip("\ufeff")
-    stripped = start.lstrip()
-    suffix = file.suffix.lower()
-    if not stripped and file.stat().st_size == len(head):
-        raise DataError(Problem(name, "the file is empty: it has no example", "JSON, JSON lines, CSV or Parquet"))
-    if suffix in (".csv", ".tsv"):
-        from glmexp.data import tables
-
-        return "CSV", "\t" if suffix == ".tsv" else tables.separator(start)
-    if stripped.startswith("["):
-        return "JSON array", ","
-    first_line = stripped.partition("\n")[0]
-    if _wide(encoding) or (stripped.startswith("{") and len(first_line) < len(stripped) and not _is_json(first_line)):
-        text = decode(name, file.read_bytes(), encoding)
-        if _is_json(text):
-            return "JSON object", ","
-    return "JSON lines", ","
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _wide(encoding: str) -> bool:
+def wide(encoding: str) -> bool:
     """Encodings in which a line end is not the one byte 0x0a."""
     return encoding.lower().replace("_", "-").startswith(("utf-16", "utf-32"))
 
 
-def _line_blocks(file: DataFile) -> Iterator[Block]:
+def line_blocks(file: DataFile) -> Iterator[Block]:
     """Whole lines, about BLOCK_BYTES at a time."""
-    if _wide(file.encoding):
+    if wide(file.encoding):
         yield Block(1, whole_text(file).encode(), [])
         return
     line, offset = 1, 0
@@ -286,17 +182,6 @@ def _line_blocks(file: DataFile) -> Iterator[Block]:
             decode(file.path, text, file.line_encoding, line, offset)
             yield Block(line, text, [])
             line, offset = line + len(lines), offset + len(text)
-
-
-def _grouped(records: Iterator[Record | Fault]) -> Iterator[Block]:
-    group: list[Record | Fault] = []
-    for record in records:
-        group.append(record)
-        if len(group) == BLOCK_RECORDS:
-            yield Block(group[0].line, None, group)
-            group = []
-    if group:
-        yield Block(group[0].line, None, group)
 
 
 def json_object(file: DataFile) -> Iterator[Record | Fault]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from glmexp.config.data_schema import DataSection
 from glmexp.data import forms
-from glmexp.data.files import open_file, parse_block, raise_all, sample
+from glmexp.data.files import parse_block, raise_all
+from glmexp.data.opening import open_file, sample
 from glmexp.data.readers import read_records, refuse_all_held_out, refuse_nothing
 
 

@@ -27,7 +27,8 @@ from glmexp.config.data_schema import DataSection
 from glmexp.config.errors import ConfigError, DataError, Problem
 from glmexp.data import forms, workers
 from glmexp.data.encode import Encoding
-from glmexp.data.files import DataFile, open_file, raise_all, sample
+from glmexp.data.files import DataFile, raise_all
+from glmexp.data.opening import open_file, sample
 from glmexp.data.progress import Preparing
 from glmexp.data.readers import Outcome, places, refuse_all_held_out, refuse_nothing
 from glmexp.data.store import IGNORED, Example, Examples, Store, Writer

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from glmexp.config.errors import DataError, Problem
-from glmexp.data.files import Fault, json_type, open_file, parse_block, raise_all
+from glmexp.data.files import Fault, json_type, parse_block, raise_all
 from glmexp.data.forms import PAIRS, TURNS
+from glmexp.data.opening import blocks, open_file
 from glmexp.data.template import Message
 from glmexp.data.turns import TurnError, read_history, read_turns, text_of, unpacked
 
@@ -38,7 +39,7 @@ def read_questions(path: str, encoding: str | None, system: str | None) -> list[
     file = open_file(path, encoding)
     found: list[Question] = []
     problems: list[Problem] = []
-    for block in file.blocks():
+    for block in blocks(file):
         for record in parse_block(block, file.line_encoding):
             where = f"{file.path}:{record.line}" if file.unit != "row" else f"{file.path}: row {record.line}"
             if isinstance(record, Fault):
