@@ -79,7 +79,7 @@ def test_sides_take_turns_and_their_ratio_is_that_of_their_steps(bench: Any, tmp
     assert fast["ratio_low"] <= fast["ratio"] <= fast["ratio_high"]
     assert (slow["windows"], fast["windows"], failed["windows"]) == (3, 3, 0)
     assert (slow["tokens_per_s"], slow["peak_gib"], slow["tokens_a_step"]) == (1250, 1.0, 100)
-    assert failed["fault"].startswith("broken ended with exit code 3")
+    assert failed["fault"] == "broken ended with exit code 3 in its start and warm-up: no GPU"
     assert str(tmp_path) not in json.dumps(rows), "a result names no folder of this machine"
     # Three times each was continued within a step (or, rarely, between two), and the exact speeds show that none of
     # these steps was counted.
@@ -88,6 +88,16 @@ def test_sides_take_turns_and_their_ratio_is_that_of_their_steps(bench: Any, tmp
         assert 2 <= sum(line["stopped"] for line in lines) <= 3
     left = [one for one in psutil.process_iter(["cmdline"]) if str(script) in (one.info["cmdline"] or [])]
     assert left == []
+
+
+def test_a_fault_names_the_error_in_a_log(bench: Any) -> None:
+    log = [
+        "dynamic ended with exit code 1 in a window:",
+        "[rank0]:     return Variable._execution_engine.run_backward(",
+        "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.64 GiB.",
+        "[rank0]:[W1130 10:03:53] Warning: destroy_process_group() was not called",
+    ]
+    assert bench("alternate").reason("\n".join(log)) == f"{log[0]} {log[2]}"
 
 
 def test_lone_sides_are_started_anew(bench: Any, tmp_path: Path) -> None:

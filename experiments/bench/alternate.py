@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import signal
 import statistics
 import time
@@ -42,6 +43,8 @@ SETTLE_S = 0.2
 """Between the stop of one side and the start of the next: what was given to the GPU is finished first."""
 REST_TRIES = 5
 RESAMPLES = 4000
+ERROR = re.compile(r"(\[rank\d+\]: ?)?[\w.]+(Error|Exception|Interrupt)\b")
+REASON_CHARACTERS = 600
 ENVIRONMENT = {"TORCH_NCCL_ENABLE_MONITORING": "0", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
 """A stopped process is no hanging one: NCCL's monitor would end it."""
 
@@ -314,9 +317,16 @@ class Measurement:
 
     def _failed(self, one: Running, fault: SideFailed) -> bool:
         _say(f"LEFT OUT: {fault}")
-        self.faults[one.side.name] = str(fault).splitlines()[0]
+        self.faults[one.side.name] = reason(str(fault))
         one.family.end()
         return False
+
+
+def reason(fault: str) -> str:
+    """What happened, and of the log's end behind it the line that says why: the last error, else the last line."""
+    what, *log = filter(None, map(str.strip, fault.splitlines()))
+    errors = [line for line in log if ERROR.match(line)]
+    return " ".join([what, *(errors or log)[-1:]])[:REASON_CHARACTERS]
 
 
 def _numbers(windows: dict[int, Window], first: dict[int, Window]) -> dict[str, Any]:

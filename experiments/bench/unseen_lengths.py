@@ -4,8 +4,9 @@
 
 One ``python -m glmexp`` run of LoRA, in file order (data.shuffle=false), two passes of ``--steps`` steps each; it is
 ended behind them. Micro batches of 4 rows padded to their longest, or with ``--packed`` one packed row. Step by step
-the second pass has what the first had; wanted: medians within 5 %, and a data wait below 1 % of a step. The first
-``--skip`` steps of both passes are left out: in them kernels are compiled and memory is allocated.
+the second pass has what the first had; wanted: medians within 5 %, and a data wait below 1 % of a step. ``slow_steps``
+are those of the first pass that took more than twice its median: none where nothing is compiled or allocated anew. The
+first ``--skip`` steps of both passes are left out: in them kernels are compiled and memory is allocated.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def compared(lines: Sequence[dict[str, float]], skip: int) -> dict[str, Any]:
         "ratio_of_sums": round(sum(x["perf/step_s"] for x in first) / sum(x["perf/step_s"] for x in second), 4),
         "data_wait_share": round(waits, 5),
         "slowest_s": round(max(line["perf/step_s"] for line in first), 3),
+        "slow_steps": [skip + 1 + place for place, line in enumerate(first) if line["perf/step_s"] > 2 * medians[0]],
     }
 
 
