@@ -61,7 +61,7 @@ class RecordingLoader(ConfigLoaderImpl):
             for key in _keys(loaded.config):
                 if not key.startswith("hydra."):
                     self.origins[key] = origin
-                    if not origin.default and key != default.package and OmegaConf.select(loaded.config, key) == {}:
+                    if not origin.default and key != default.package and _is_empty(loaded.config, key):
                         self.empty[key] = origin
                 elif not origin.default:
                     self.hydra_keys[key] = origin
@@ -277,6 +277,11 @@ def _plain(node: Any, name: Any, key: str, tree: Tree) -> Any:
     if isinstance(value, ListConfig):
         return [_plain(value, part, f"{key}[{part}]", tree) for part in range(len(value))]
     return value
+
+
+def _is_empty(config: Any, key: str) -> bool:
+    """Whether the value is an empty mapping; what a file's interpolations read may lie in another file."""
+    return bool(OmegaConf.select(config, key, throw_on_resolution_failure=False) == {})
 
 
 def _keys(config: Any, path: str = "") -> Iterator[str]:

@@ -10,7 +10,7 @@ from glmexp.config.nearest import conf_folder, shipped_options
 from tests.config.helpers import asked, rows_file
 
 OPTIONS = sorted((group, option) for group, options in shipped_options().items() for option in options)
-STUDIES, COUNT_OF_STUDIES = "experiments", 11
+STUDIES, COUNT_OF_STUDIES = "experiments", 12
 EXTRA = {
     **{
         ("data", option): ["data.train_file={rows}"]
