@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 TOLD = (LOSS, "eval/generate/exact_match", "eval/rouge/rougeL_char", "eval/cmrc/f1", "eval/cmrc/em")
 """Metrics of which differences are told; the page has all."""
 _FIRST = (
-    *(*TOLD, "best/loss", "train/loss", "perf/tokens_per_s", "mem/peak_bytes", "time/train_s"),
+    *(*TOLD, "best/loss", "best/step", "train/loss", "perf/tokens_per_s", "mem/peak_bytes", "time/train_s"),
     "model/trainable_parameters",
 )
 """Results in the order in which they get room; the others follow."""
+_OF = {"best/step": "best/loss"}
+"""Results that say nothing without another one: they get room beside it alone."""
 NARROWEST = 40
 """Characters: less has no room for a name and a number."""
 _GAP = 2
@@ -69,7 +71,8 @@ def _fitting(first: Sequence[_Column], columns: dict[str, _Column], before: Sequ
     kept = set()
     for name in dict.fromkeys([*(name for name in before if name in columns), *columns]):
         needed = _GAP + _wide(columns[name])
-        if needed <= room:
+        alone = name not in before and _OF.get(name, name) not in (name, *kept)
+        if needed <= room and not alone:
             kept.add(name)
             room -= needed
     return [name for name in columns if name in kept]

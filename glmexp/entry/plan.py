@@ -12,7 +12,7 @@ from typing import Any
 from glmexp.config.derived import GRAD_ACCUM, MICRO_BATCH_SIZE
 from glmexp.config.ds_config import gathers_blocks
 from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, DataError, Problem
-from glmexp.config.schema import RunConfig
+from glmexp.config.schema import OffloadSection, RunConfig
 from glmexp.data import estimate
 from glmexp.data.batches import StepPlan
 from glmexp.data.look import padding_share
@@ -106,7 +106,7 @@ def _head(plan: Plan, shape: Shape) -> list[str]:
         f"  model     {config.model.name}: {model.elements:,} parameters, {model.trained_elements:,} trained by "
         f"{config.method.name}; sizes from {model.network.source}",
         f"  engine    ZeRO stage {config.zero.stage}, {config.precision.dtype}, offload of optimizer "
-        f"{config.offload.optimizer or 'none'}, of params {config.offload.params or 'none'}; attention "
+        f"{_optimizer(config.offload)}, of params {config.offload.params or 'none'}; attention "
         f"{memory.kind.attention}{', blocks fetched as one piece' if gathers_blocks(config) else ''}"
         f"{', compiled blocks' if memory.kind.compiled else ''}"
         f"{', checkpointing' if memory.kind.checkpointing else ''}",
@@ -117,6 +117,19 @@ def _head(plan: Plan, shape: Shape) -> list[str]:
         "",
         "  bytes of one rank's GPU by phase, the largest marked",
     ]
+
+
+def _optimizer(offload: OffloadSection) -> str:
+    """Where the optimizer's states are, and which AdamW takes the step where that is not the GPU alone."""
+    if offload.optimizer is None:
+        return "none"
+    steps = {
+        "gpu": "the GPU steps, states pass through it",
+        "deepspeed": "DeepSpeedCPUAdam steps on the host",
+        "torch": "torch's AdamW steps on the host",
+        None: "DeepSpeedCPUAdam steps on the host, or torch's AdamW where it cannot be compiled",
+    }
+    return f"{offload.optimizer} ({steps[offload.adam]})"
 
 
 def _foot(plan: Plan, rows: estimate.Lengths | None, run: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from glmexp.compare import terminal
 from glmexp.compare.__main__ import main
 from glmexp.compare.pairs import NO_EVIDENCE, differences, read_lines, scores
 from glmexp.compare.runs import read_all
@@ -243,6 +244,14 @@ def test_a_terminal_gets_whole_cells_and_the_number_of_what_is_left_out(
     head = next(line for line in capsys.readouterr().out.split("\n") if line.startswith("run "))
     assert head.split()[:4] == ["run", "state", RANK, BUCKET], "in a pipe heads stand on one line"
     assert head.split()[-1] == "time/wall_s", "and every column is there"
+
+
+def test_the_step_of_the_best_loss_has_room_beside_that_loss_alone() -> None:
+    first = [["run", "one"], ["state", "finished"]]
+    columns = {"rank": ["rank", "8"], "best/loss": ["best/\nloss", "0.3675 ± 0.0123 (3)"], "best/step": ["step", "12"]}
+    kept = {tuple(terminal._fitting(first, columns, [], width)) for width in range(10, 60)}
+    assert kept == {(), ("rank",), ("rank", "best/loss"), tuple(columns)}
+    assert terminal._fitting(first, columns, ["best/step"], 24) == ["best/step"], "what was asked for is shown"
 
 
 def test_runs_that_have_little_in_common_are_known_by_their_names(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from glmexp.config.compose import Machine, request, run_config
 from glmexp.config.errors import ConfigError
 from glmexp.engine.out_of_memory import _report
 from glmexp.entry import planned
+from glmexp.entry.plan import _head
 from glmexp.plan import cards, report, search
 from glmexp.plan.report import Plan, Shape
 
@@ -62,6 +63,20 @@ def test_the_demo_rows_are_not_what_a_large_model_is_planned_for(capsys: pytest.
     assert "largest micro batch 8 x 2048" in told.out
     assert main(["entry=plan", "plan.gpu=24GB"]) == 0, "the shipped models are there for these rows"
     assert "rows of builtin:demo/train.jsonl; entry=inspect counts tokens" in capsys.readouterr().out
+
+
+def test_the_head_says_which_adamw_takes_the_step() -> None:
+    plan, shape = _plan("offload=optimizer")
+
+    def told(**offload: str | None) -> str:
+        config = replace(plan.config, offload=replace(plan.config.offload, **offload))  # type: ignore[arg-type]
+        return _head(replace(plan, config=config), shape)[2].partition("offload of optimizer ")[2].split(", of ")[0]
+
+    assert told(optimizer=None) == "none"
+    assert told(adam="gpu") == "cpu (the GPU steps, states pass through it)"
+    assert told(adam="torch") == "cpu (torch's AdamW steps on the host)"
+    assert told(adam="deepspeed") == "cpu (DeepSpeedCPUAdam steps on the host)"
+    assert told() == "cpu (DeepSpeedCPUAdam steps on the host, or torch's AdamW where it cannot be compiled)"
 
 
 def test_a_search_lists_what_fits_where_the_configuration_does_not(capsys: pytest.CaptureFixture[str]) -> None:
