@@ -56,6 +56,8 @@ INSTRUCTIONS = Batch(1, 8192, 5067, 48)
 """The largest micro batch of ``instruction_data.py``'s rows that plan.py met."""
 BEFORE = ("17c3aba", "5deb15a")
 """Commits at which gradients of further micro batches had a buffer of their own, and norms several kernels."""
+PASSING_BEFORE = ("33bc9b3", "265686e")
+"""Commits at which states that pass through the GPU came in smaller pieces, and the next batch waited for them."""
 _OWN = ("data", "data.train_file", "data.cache_dir", "run.dir", "run.overwrite", "launcher.timeout_s")
 """What of a command line is a bench's own."""
 
@@ -171,14 +173,15 @@ def side(line: dict[str, Any]) -> Row:
     memory = memory_of(config, ranks, INSTRUCTIONS)
     seconds = step_of(config, memory.model, memory.states, INSTRUCTIONS, memory.kind, H200, ranks)
     assert seconds is not None, "the H200 is known"
+    offloads = bool(memory.states.host) and "host_peak_gib" in line
     return Row(
         case=f"{line['case']}, {line['side']}, {ranks} GPU{'s' if ranks > 1 else ''}",
         ranks=ranks,
         planned_bytes=memory.peak,
         measured_bytes=round(line["peak_gib"] * GIB),
         phase=memory.worst.name,
-        planned_host=None,
-        measured_host=None,
+        planned_host=ranks * (memory.states.host_bytes + HOST_PROCESS) if offloads else None,
+        measured_host=line["host_peak_gib"] * GIB if offloads else None,
         planned_s=seconds.total,
         measured_s=line["step_s"],
         memory_fit=False,
@@ -196,6 +199,7 @@ def sides(file: Path) -> list[dict[str, Any]]:
         if line["kind"] == "side"
         and "step_s" in line
         and line["commit"] not in BEFORE
+        and not (line["commit"] in PASSING_BEFORE and "offload.adam=gpu" in line["command"])
         and all(word in line["command"] for word in ("-m glmexp", "data.max_length=8192"))
         and ("zero=stage2" in line["command"] or "zero=stage3" in line["command"])
         and not any(word in line["command"] for word in ("zero.leaf_modules", "zero.whole_blocks=false"))
