@@ -68,7 +68,7 @@ def _in_order(table: Table) -> list[str]:
 def _fitting(first: Sequence[_Column], columns: dict[str, _Column], before: Sequence[str], width: int) -> list[str]:
     """Names of the columns that there is room for, in their order; those of ``before`` are given room first."""
     room = width - min(_wide(first[0]), _of_the_run(width)) - _GAP - _wide(first[1])
-    kept = set()
+    kept: set[str] = set()
     for name in dict.fromkeys([*(name for name in before if name in columns), *columns]):
         needed = _GAP + _wide(columns[name])
         alone = name not in before and _OF.get(name, name) not in (name, *kept)
