@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GlmConfig, GlmForCausalLM
+from transformers import GlmConfig
 
 from glmexp.config.errors import ArtifactError, Problem
-from glmexp.model.chatglm2 import ChatGLM2ForConditionalGeneration
 from glmexp.model.configuration import ChatGLM2Config
 from glmexp.model.rope import ROPE_BASE
 
@@ -207,20 +205,3 @@ def chatglm_module(module: str) -> tuple[str, int | None]:
             if found[2] == glm:
                 return f"{LAYERS}{found[1]}.{released}", None
     raise ArtifactError(Problem(module, "has no place in ChatGLM2/3", "only the network itself is converted"))
-
-
-def folder_to_glm(source: Path, target: Path) -> None:
-    """Write the checkpoint folder ``source`` (ChatGLM2/3) to ``target`` as ``GlmForCausalLM``, in its own dtype.
-    The tokenizer is not part of it."""
-    network = ChatGLM2ForConditionalGeneration.from_pretrained(source, dtype="auto")
-    with torch.device("meta"):
-        glm: Any = GlmForCausalLM(glm_config(network.config))
-    glm.to(network.dtype).save_pretrained(target, state_dict=to_glm(network.state_dict(), network.config))
-
-
-def folder_from_glm(source: Path, target: Path, release: str = "chatglm3") -> None:
-    """Write the ``GlmForCausalLM`` folder ``source`` to ``target`` in the released layout, in its own dtype."""
-    glm = GlmForCausalLM.from_pretrained(source, dtype="auto")
-    with torch.device("meta"):
-        network: Any = ChatGLM2ForConditionalGeneration(chatglm_config(glm.config, release))
-    network.to(glm.dtype).save_pretrained(target, state_dict=from_glm(glm.state_dict(), glm.config))

@@ -93,7 +93,6 @@ class Card:
     memory_bytes: int
     flops: float | None
     """16-bit operations a second by the data sheet; None: unknown, and so is the time of a step."""
-    flops_float32: float | None
     bandwidth: float | None
     """Bytes a second of its memory."""
     link: float
@@ -135,7 +134,7 @@ def amount(text: str, key: str) -> int:
 def card(text: str) -> Card:
     """A card from ``plan.gpu``. Raises ConfigError."""
     if _AMOUNT.fullmatch(text.strip()) is not None:
-        return Card(text.strip(), amount(text, "plan.gpu"), None, None, None, PCIE_LINK)
+        return Card(text.strip(), amount(text, "plan.gpu"), None, None, PCIE_LINK)
     found = _typed_name(text)
     if found is None:
         raise ConfigError(
@@ -152,8 +151,7 @@ def card(text: str) -> Card:
 
 
 def _named(key: str, name: str, memory: int, count: int | None) -> Card:
-    flops, exact = LISTED[key]
-    return Card(name, memory, flops, exact, BANDWIDTH[key], LINK.get(key, PCIE_LINK), count)
+    return Card(name, memory, LISTED[key][0], BANDWIDTH[key], LINK.get(key, PCIE_LINK), count)
 
 
 def check_fp8(one: Card) -> None:
@@ -191,7 +189,7 @@ def of_device(name: str, memory_bytes: int, count: int | None = None) -> Card:
     """A card that is there, by the name that the driver gives it."""
     key = known_name(name)
     return (
-        Card(name, memory_bytes, None, None, None, PCIE_LINK, count)
+        Card(name, memory_bytes, None, None, PCIE_LINK, count)
         if key is None
         else _named(key, name, memory_bytes, count)
     )

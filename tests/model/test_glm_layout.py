@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GlmForCausalLM, PreTrainedModel
+from transformers import GlmForCausalLM, PreTrainedModel
 
 from glmexp.config.errors import ArtifactError
 from glmexp.model.glm_adapter import adapter_from_glm, adapter_to_glm
-from glmexp.model.glm_layout import chatglm_config, folder_from_glm, folder_to_glm, from_glm, glm_config, to_glm
+from glmexp.model.glm_layout import chatglm_config, from_glm, glm_config, to_glm
 from tests.model.samples import small_network
 
 IDS = torch.randint(5, 50, (2, 60), generator=torch.Generator().manual_seed(3))
@@ -67,21 +67,6 @@ def test_weights_come_back_bit_by_bit_and_inverse_frequencies_are_left_out() -> 
     back = from_glm(to_glm(released, network.config), glm_config(network.config))
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)
-
-
-def test_folders_are_written_in_their_own_dtype_and_load(tmp_path: Path) -> None:
-    network = small_network("chatglm2").bfloat16()
-    network.save_pretrained(tmp_path / "released")
-    folder_to_glm(tmp_path / "released", tmp_path / "glm")
-    glm = AutoModelForCausalLM.from_pretrained(tmp_path / "glm", dtype="auto")
-    assert isinstance(glm, GlmForCausalLM)
-    assert glm.dtype == torch.bfloat16
-    assert difference(network.float(), glm.float()) <= LOGITS
-    folder_from_glm(tmp_path / "glm", tmp_path / "back", "chatglm2")
-    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("released", "back"))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["release"] == "chatglm2"
 
 
 @pytest.mark.parametrize(
