@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from glmexp.config.memory import passes_gpu
 from glmexp.config.schema import RunConfig
 from glmexp.engine import distributed
 from glmexp.plan import shapes
 from glmexp.plan.report import size
+from glmexp.plan.search import ladder
 from glmexp.plan.states import states_of
 
 
@@ -68,31 +68,14 @@ def terms(config: RunConfig, model: Any, ranks: int) -> Terms:
 
 
 def next_change(config: RunConfig, where: Terms, ranks: int) -> str:
-    """The cheapest change that helps, in the order of what it costs: micro batch (nothing but speed), checkpointing,
-    length, stage, offload. Where what stands fixed fills the device, the first three cannot help."""
-    train = config.train
-    micro, accum = train.micro_batch_size or 1, train.grad_accum or 1
+    """The first change of the plan's ladder that helps. Where what stands fixed fills the device, that is none of
+    micro batch, checkpointing and length."""
     crowded = where.total > 0 and where.fixed > 0.9 * where.total
-    options: list[tuple[bool, str]] = [
-        (
-            micro > 1 and not crowded,
-            f"train.micro_batch_size={micro // 2} train.grad_accum={-(-accum * micro // (micro // 2 or 1))} "
-            "(the same batch in smaller parts)",
-        ),
-        (
-            not train.gradient_checkpointing and not crowded,
-            "train.gradient_checkpointing=true (about a third more time, activations of one layer at a time)",
-        ),
-        (config.data.max_length > 256 and not crowded, f"data.max_length={config.data.max_length // 2}"),
-        (config.zero.stage < 2 and ranks > 1, "zero=stage2 (gradients and optimizer states split over the ranks)"),
-        (config.zero.stage < 3 and ranks > 1, "zero=stage3 (weights split over the ranks as well)"),
-        (config.offload.optimizer is None and config.zero.stage > 0, "offload=optimizer (states in host memory)"),
-        (passes_gpu(config.offload), "offload.adam=deepspeed (gradients in host memory, a slower step on the host)"),
-        (config.offload.params is None and config.zero.stage == 3, "offload=all (weights in host memory)"),
-        (config.method.name == "full", "method=lora (a small part is trained)"),
-    ]
-    fitting = [text for wanted, text in options if wanted]
-    return fitting[0] if fitting else "more GPUs, or a smaller model"
+    for change in ladder(config, ranks):
+        smaller = replace(change.config, train=config.train, data=config.data) == config and change.ranks == ranks
+        if change.words and not (crowded and smaller):
+            return change.text
+    return "more GPUs, or a smaller model"
 
 
 @contextmanager

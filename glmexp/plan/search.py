@@ -142,6 +142,9 @@ def _stages(base: Change) -> Iterator[Change]:
         steps: list[Literal["gpu"] | None] = ["gpu", None] if config.zero.stage < 3 else [None]
         places += [(max(config.zero.stage, 2), ("cpu", None, step)) for step in steps]
         places += [(3, ("cpu", "cpu", None))]
+    elif config.offload.optimizer == "cpu":
+        places += [(config.zero.stage, ("cpu", None, None))] if passes_gpu(config.offload) else []
+        places += [(3, ("cpu", "cpu", None))] if config.offload.params is None else []
     for stage, offload in places:
         yield _place(base, stage, offload)
 
@@ -150,22 +153,23 @@ def _place(base: Change, stage: int, offload: Offload) -> Change:
     config, words = base.config, []
     if stage != config.zero.stage:
         words.append(f"zero=stage{stage}")
-    if offload[0] is not None:
-        words.append("offload=all" if offload[1] else "offload=optimizer")
-    if offload[2] is not None:
-        words.append("offload.adam=gpu")
     zero = replace(
         config.zero, stage=stage, reduce_bucket_size=200_000_000, overlap_comm=True, contiguous_gradients=True
     )
-    kept = config.offload
+    before = kept = config.offload
+    if offload[0] is not None:
+        kept = replace(kept, optimizer=offload[0], params=offload[1], pin_memory=True)
+    if (before.optimizer, before.params) != (kept.optimizer, kept.params):
+        words.append("offload=all" if offload[1] else "offload=optimizer")
+    if passes_gpu(before) and (stage == 3 or offload[0] is not None):
+        kept = replace(kept, adam=None)
+    elif offload[2] is not None:
+        kept = replace(kept, adam=offload[2])
+    if kept.adam != before.adam:
+        words.append(f"offload.adam={kept.adam or 'null'}")
     if offload[1] is not None and zero.whole_blocks:
         words.append("zero.whole_blocks=null")
         zero = replace(zero, whole_blocks=None)
-    if offload[0] is not None:
-        kept = replace(kept, optimizer=offload[0], params=offload[1], pin_memory=True, adam=offload[2])
-    elif stage == 3 and passes_gpu(kept):
-        words.append("offload.adam=null")
-        kept = replace(kept, adam=None)
     return base.then(*words, zero=zero, offload=kept)
 
 
