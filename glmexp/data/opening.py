@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,9 @@ def _look(name: str, file: Path, head: bytes, encoding: str) -> tuple[Kind, str]
     if stripped.startswith("["):
         return "JSON array", ","
     first_line = stripped.partition("\n")[0]
-    if files.wide(encoding) or (
-        stripped.startswith("{") and len(first_line) < len(stripped) and not _is_json(first_line)
-    ):
+    one_line = len(first_line) == len(stripped.rstrip())
+    wraps = re.match(r'\{\s*"data"\s*:\s*\[', first_line) if one_line else not _is_json(first_line)
+    if files.wide(encoding) or (stripped.startswith("{") and wraps):
         text = files.decode(name, file.read_bytes(), encoding)
         if _is_json(text):
             return "JSON object", ","

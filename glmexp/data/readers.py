@@ -142,6 +142,8 @@ def reject(file: DataFile, outcome: Outcome, fault: Fault, label: str, on_error:
         outcome.drop(f"skipped, {fault.reason.partition(' (character ')[0]}", label)
         return
     where = f"{file.path}:{fault.line}" if file.unit != "row" else f"{file.path}: row {fault.line}"
+    if file.unit == "record":  # json.dumps writes a whole array on one line
+        where += f" (record {label.partition(' (')[0]})"
     outcome.problems.append(Problem(where, fault.reason, fault.fix))
     outcome.drop(fault.reason, label)
 
@@ -275,6 +277,8 @@ def _questions(file: DataFile, record: Record, form: Form, outcome: Outcome, on_
         yield Row(turns, record.line, label, name, tuple(answers))
 
 
+_ASKING = {"data", "paragraphs", "qas", "question", "query_text"}
+"""Keys of SQuAD's and CMRC 2018's objects, one of which leads to a question."""
 Question = tuple[str | None, str, str, list[str]]
 """(id, context, question, answers)"""
 
@@ -283,6 +287,11 @@ def question_rows(value: dict[str, Any]) -> Iterator[Question]:
     """Questions of a SQuAD or CMRC 2018 file, of a part of one, or of a flat row. Raises TurnError."""
     for key in ("data", "paragraphs"):
         if isinstance(value.get(key), list):
+            if value[key] and not any(isinstance(part, dict) and part.keys() & _ASKING for part in value[key]):
+                raise TurnError(
+                    f"an object with {key!r} is read as SQuAD's, and nothing in it has 'paragraphs', 'qas' or 'question'",
+                    "the rows as an array, without an object around them",
+                )
             for part in value[key]:
                 if not isinstance(part, dict):
                     raise TurnError(f"{key!r} must be a list of objects, found {json_type(part)}")

@@ -128,7 +128,7 @@ def _batch(config: RunConfig, template: Any, examples: Examples) -> list[str]:
     return [
         "",
         f"a batch of the first {len(rows)} rows: {tuple(ids.shape)}; attention mask sums to {int(mask.sum())} = "
-        f"the {sum(len(row.input_ids) for row in rows)} tokens of its rows; padding is id {filled or 'nowhere'}; "
+        f"the {sum(len(row.input_ids) for row in rows)} tokens of its rows; {f'padding is id {filled}' if filled else 'no padding'}; "
         f"{ends} learned end tokens; {int((batch['labels'] != IGNORED).sum())} labels",
     ]
 

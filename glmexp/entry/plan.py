@@ -98,7 +98,7 @@ def _shape(config: RunConfig, rows: estimate.Lengths | None) -> Shape:
 def _head(plan: Plan, shape: Shape) -> list[str]:
     config, memory, card = plan.config, plan.memory, plan.card
     model, train = memory.model, config.train
-    name = "no card is here: planned without a limit (plan.gpu=24GB or a name sets one)" if card is None else (
+    name = "no card: planned without a limit (plan.gpu=24GB or a name sets one)" if card is None else (
         f"{plan.ranks} x {card.name}, {report.size(card.memory_bytes)} each"
     )  # fmt: skip
     return [

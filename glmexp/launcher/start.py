@@ -49,10 +49,13 @@ def start(config: RunConfig, run_rank: RunRank) -> int:
         and config.train.resume in (None, AUTO)
         and not (config.run.dir and Path(config.run.dir).is_dir())
     )
+    passed_over = unfinished.by_name(config) if config.train.resume == AUTO and going_on is None else None
     run_folder = folder.make(config, composed, going_on)
     if config.train.resume == AUTO:
         found = "no unfinished run of this configuration, a new one" if going_on is None else "going on with"
         print(f"train.resume=auto: {found}: {run_folder}", flush=True)
+        if passed_over is not None:
+            print(f"train.resume=auto: {passed_over}", flush=True)
     if as_job:
         return slurm.submit(config, run_folder)
     if launcher.name == "env":

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.identity import identifying, identity
-from glmexp.config.inherit import AUTO
-from glmexp.config.load import read, shown
+from glmexp.config.inherit import AUTO, CHECKPOINTS, changed
+from glmexp.config.load import dump, read, shown
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import folder
 
@@ -20,6 +20,10 @@ WAIT_S = 30.0
 """For the folder that is to be written in."""
 ORPHANS_S = 5.0
 """For one that may be somebody else's: ranks whose parent was killed end within it."""
+LATEST = "latest"
+BATCH = "train.batch_size"
+"""A run that is named keeps its own, whatever the number of ranks."""
+SHOWN = 5
 
 
 def find(config: RunConfig) -> Path | None:
@@ -35,13 +39,44 @@ def find(config: RunConfig) -> Path | None:
             return None
         _check(own, config)
         return own
-    parent = Path("outputs").absolute() / config.run.name
-    runs = [path.parent for path in parent.glob(f"*/{folder.CONFIG}")]
     wanted = identity(config)
-    for run in sorted(runs, key=_last_start, reverse=True):
-        if identity_of(run) == wanted and folder.read_status(run)["state"] != "finished" and _free(run):
+    for run in _runs(config):
+        if identity_of(run) == wanted and folder.read_status(run)["state"] != "finished" and _free(run, ORPHANS_S):
             return run
     return None
+
+
+def by_name(config: RunConfig) -> str | None:
+    """What ``auto`` passes over as another run, and its folder's name would take up (another number of ranks, ZeRO
+    stage, ...): the newest one, in words."""
+    if config.run.dir is not None:
+        return None
+    now = dump(config)
+    for run in _runs(config):
+        if not (run / CHECKPOINTS / LATEST).exists() or folder.read_status(run)["state"] == "finished":
+            continue
+        try:
+            there = read(run / folder.CONFIG)
+        except ConfigError:  # another version's: nobody has named it, so nobody needs to hear of it
+            continue
+        other = changed(dump(there), now)
+        if all(one.startswith(f"{BATCH}:") for one in other) and _free(run, 0):
+            words = "; ".join(_differences(there, config))
+            return f"{run} is unfinished and differs ({words}): train.resume={run} goes on with it"
+    return None
+
+
+def _runs(config: RunConfig) -> list[Path]:
+    """Run folders of this name, the newest first."""
+    parent = Path("outputs").absolute() / config.run.name
+    return sorted((path.parent for path in parent.glob(f"*/{folder.CONFIG}")), key=_last_start, reverse=True)
+
+
+def _differences(there: RunConfig, config: RunConfig) -> list[str]:
+    """``optim.lr: 0.001 now, 0.0003 there``, of the first keys that make two runs of them."""
+    before, now = identifying(there), identifying(config)
+    other = [key for key in {**now, **before} if now.get(key) != before.get(key)]
+    return [f"{key}: {shown(now.get(key))} now, {shown(before.get(key))} there" for key in other[:SHOWN]]
 
 
 def identity_of(run: Path) -> str | None:
@@ -57,9 +92,7 @@ def _last_start(run: Path) -> float:
 
 def _check(run: Path, config: RunConfig) -> None:
     if identity_of(run) != identity(config):
-        before, now = identifying(read(run / folder.CONFIG)), identifying(config)
-        other = [key for key in {**now, **before} if now.get(key) != before.get(key)]
-        words = [f"{key}: {shown(now.get(key))} now, {shown(before.get(key))} there" for key in other[:5]]
+        words = _differences(read(run / folder.CONFIG), config)
         raise ConfigError(
             Problem(
                 "run.dir",
@@ -77,10 +110,10 @@ def _check(run: Path, config: RunConfig) -> None:
         )
 
 
-def _free(run: Path) -> bool:
+def _free(run: Path, wait_s: float) -> bool:
     """Nobody writes in this folder; ranks whose parent was killed get a moment to end."""
     lock = Lock(run)
-    free = lock.take(ORPHANS_S)
+    free = lock.take(wait_s)
     lock.release()
     return free
 

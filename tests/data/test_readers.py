@@ -201,9 +201,21 @@ def test_a_broken_array_is_named_with_its_line(tmp_path: Path, text: str, line: 
     assert f"{path}:{line}: broken JSON: " in refuse(path)
 
 
-def test_rows_inside_one_object_are_found(tmp_path: Path) -> None:
-    path = write(tmp_path, json.dumps({"data": [{"prompt": "q", "response": "a"}]}, indent=1), "rows.json")
+@pytest.mark.parametrize("indent", [1, None])
+def test_rows_inside_one_object_are_found(tmp_path: Path, indent: int | None) -> None:
+    path = write(tmp_path, json.dumps({"data": [{"prompt": "q", "response": "a"}]}, indent=indent), "rows.json")
     assert pairs(read_rows(path)) == [("q", "a")]
+
+
+def test_an_object_that_only_looks_like_squad_s_is_told_so(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps({"paragraphs": [{"prompt": "q", "response": "a"}]}), "rows.json")
+    assert "an object with 'paragraphs' is read as SQuAD's, and nothing in it has 'paragraphs'" in refuse(path)
+
+
+def test_rows_of_an_array_on_one_line_are_named_by_their_number(tmp_path: Path) -> None:
+    rows = [{"instruction": "q", "output": "a"}, {"output": "a"}]
+    path = write(tmp_path, json.dumps(rows), "rows.json")
+    assert f"{path}:1 (record 2): the row has no 'instruction'" in refuse(path)
 
 
 def test_rows_of_several_forms_are_each_read_in_their_own(tmp_path: Path) -> None:

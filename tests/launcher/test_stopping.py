@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -97,6 +98,23 @@ def test_auto_leaves_a_run_alone_that_somebody_writes_in(here: Path, monkeypatch
     assert unfinished.find(_auto()) == older
     lock.release()
     assert unfinished.find(_auto()) == running
+
+
+def test_auto_names_the_run_that_it_passes_over_and_that_could_go_on(here: Path) -> None:
+    kept = _left(["train.batch_size=8"], "stopped", age_s=50)
+    (kept / "checkpoints").mkdir()
+    (kept / "checkpoints/latest").write_text("step-2")
+    for one in (["optim.lr=7e-4"], ["train.seed=1"]):  # would train something else
+        shutil.copytree(kept / "checkpoints", _left(one, "stopped") / "checkpoints")
+    _left(["zero=stage1"], "failed")  # has nothing to go on from
+    wanted = _auto("zero=stage3", "train.batch_size=16")
+    assert unfinished.find(wanted) is None
+    said = unfinished.by_name(wanted)
+    assert said is not None
+    assert said.startswith(f"{kept} is unfinished and differs (zero.stage: 3 now, 2 there; ")
+    assert said.endswith(f"): train.resume={kept} goes on with it")
+    folder.write_status(kept, "finished")
+    assert unfinished.by_name(wanted) is None
 
 
 def test_auto_with_a_folder_names_what_differs_there(here: Path) -> None:
