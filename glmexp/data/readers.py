@@ -289,7 +289,7 @@ def question_rows(value: dict[str, Any]) -> Iterator[Question]:
         if isinstance(value.get(key), list):
             if value[key] and not any(isinstance(part, dict) and part.keys() & _ASKING for part in value[key]):
                 raise TurnError(
-                    f"an object with {key!r} is read as SQuAD's, and nothing in it has 'paragraphs', 'qas' or 'question'",
+                    f"an object with {key!r} is read as SQuAD's, and none in it has 'paragraphs', 'qas' or 'question'",
                     "the rows as an array, without an object around them",
                 )
             for part in value[key]:

@@ -124,11 +124,12 @@ def _batch(config: RunConfig, template: Any, examples: Examples) -> list[str]:
     batch = padded(rows, template.pad_id)
     mask, ids = batch["attention_mask"], batch["input_ids"]
     filled = sorted(set(ids[mask == 0].tolist()))
+    padding = f"padding is id {filled}" if filled else "no padding"
     ends = sum(int(row.labels[-1] in template.stop_ids) for row in rows)
     return [
         "",
         f"a batch of the first {len(rows)} rows: {tuple(ids.shape)}; attention mask sums to {int(mask.sum())} = "
-        f"the {sum(len(row.input_ids) for row in rows)} tokens of its rows; {f'padding is id {filled}' if filled else 'no padding'}; "
+        f"the {sum(len(row.input_ids) for row in rows)} tokens of its rows; {padding}; "
         f"{ends} learned end tokens; {int((batch['labels'] != IGNORED).sum())} labels",
     ]
 

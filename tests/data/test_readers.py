@@ -209,7 +209,7 @@ def test_rows_inside_one_object_are_found(tmp_path: Path, indent: int | None) ->
 
 def test_an_object_that_only_looks_like_squad_s_is_told_so(tmp_path: Path) -> None:
     path = write(tmp_path, json.dumps({"paragraphs": [{"prompt": "q", "response": "a"}]}), "rows.json")
-    assert "an object with 'paragraphs' is read as SQuAD's, and nothing in it has 'paragraphs'" in refuse(path)
+    assert "an object with 'paragraphs' is read as SQuAD's, and none in it has 'paragraphs'" in refuse(path)
 
 
 def test_rows_of_an_array_on_one_line_are_named_by_their_number(tmp_path: Path) -> None:
