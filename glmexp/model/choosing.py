@@ -36,7 +36,7 @@ def choose(logits: Tensor, choosing: Choosing | None, seen: Tensor | None) -> Te
     if choosing is None:
         return logits.argmax(dim=-1)
     if choosing.repetition_penalty is not None and seen is not None:
-        penalty = choosing.repetition_penalty
+        penalty, logits = choosing.repetition_penalty, logits.float()  # as transformers: not rounded to 16 bit again
         logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if choosing.temperature is None:
         return logits.argmax(dim=-1)

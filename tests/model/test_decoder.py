@@ -80,6 +80,15 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     assert expected.tolist() != plain(model, ids, real, [63]).tolist(), "the penalty says something"
 
 
+def test_a_penalty_is_not_rounded_to_the_format_of_the_logits() -> None:
+    """In bf16 10 / 1.05 would be 9.5, no more than the other token has."""
+    logits = torch.tensor([[10.0, 9.5]], dtype=torch.bfloat16)
+    seen = torch.tensor([[True, False]])
+    assert 10 / 1.05 > 9.5
+    assert choose(logits, Choice(repetition_penalty=1.05), seen).tolist() == [0]
+    assert choose(logits.flip(1), Choice(repetition_penalty=1.05), seen.flip(1)).tolist() == [1]
+
+
 @pytest.mark.parametrize("family", RELEASES)
 def test_a_prefix_lies_in_the_slots(family: str) -> None:
     model = network(family, "sdpa")
