@@ -155,7 +155,8 @@ class ZeroSection:
     stage3_allgather_sequential: bool | None
     """Fetch parameters one by one, without a bucket: a lower peak of memory (stage 3)."""
     memory_efficient_linear: bool | None
-    """DeepSpeed's linear layer, which keeps no whole weight for the backward pass (stage 3)."""
+    """DeepSpeed's linear layer, which keeps no whole weight for the backward pass. Null: false where blocks are fetched
+    as one piece (zero.whole_blocks), else true (stage 3)."""
     leaf_modules: list[str] | None
     """Class names of modules whose parameters are fetched together, as mixtures of experts need it (stage 3)."""
     whole_blocks: bool | None

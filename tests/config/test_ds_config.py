@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glmexp.config.ds_config import CONSTANT, TABLE, lower, provenance
+from glmexp.config.ds_config import CONSTANT, TABLE, gathers_blocks, lower, provenance
 from glmexp.config.load import dump, flatten
 from glmexp.config.schema import RunConfig
 from tests.config.helpers import config
@@ -164,6 +164,32 @@ def test_every_row_of_the_table_names_an_option() -> None:
     options = flatten(dump(config()))
     assert {row.key for row in TABLE} <= set(options)
     assert len({row.path for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("words", "whole", "linear"),
+    [
+        ([], True, False),
+        (["zero.memory_efficient_linear=true"], True, True),
+        (["offload=optimizer"], True, False),
+        (["zero.stage3_module_granularity_threshold=0"], True, False),
+        (["zero.whole_blocks=false"], False, None),
+        (["offload=all"], False, None),
+        (["zero.leaf_modules=[Block]"], False, None),
+        (["zero.stage3_module_granularity_threshold=9"], False, None),
+        (["zero.stage3_use_all_reduce_for_fetch_params=true"], False, None),
+        (["zero.stage3_allgather_sequential=true"], False, None),
+        (["zero.zero_hpz_partition_size=1"], False, None),
+        (["zero.zero_quantized_weights=true"], False, None),
+        (["model.trust_remote_code=true"], False, None),
+    ],
+)
+def test_stage_3_fetches_whole_blocks_unless_another_way_is_asked_for(
+    words: list[str], whole: bool, linear: bool | None
+) -> None:
+    one = config("zero=stage3", *words, gpus=1)
+    assert gathers_blocks(one) is whole
+    assert lower(one, 1)["zero_optimization"].get("memory_efficient_linear") is linear
 
 
 def test_lowering_for_another_number_of_ranks_than_derived_is_a_bug_and_says_so() -> None:

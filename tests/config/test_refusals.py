@@ -352,6 +352,16 @@ def test_warnings_name_what_will_not_run(rows: str) -> None:
     )
 
 
+def test_keys_of_fetching_say_what_is_left_of_them_where_blocks_are_one_piece() -> None:
+    (warning,) = asked(
+        "zero=stage3", "zero.stage3_max_live_parameters=9", "zero.stage3_max_reuse_distance=null"
+    ).warnings
+    assert warning.startswith("zero.stage3_max_live_parameters: read for what lies outside of blocks")
+    for plain in ("zero.whole_blocks=false", "offload=all"):
+        assert asked("zero=stage3", "zero.stage3_max_live_parameters=9", plain).warnings == []
+    assert asked("zero=stage3").warnings == []
+
+
 def test_a_list_of_texts_needs_no_quotes_for_signs_that_mean_nothing_to_hydra() -> None:
     model = config("model=tiny_qwen2", "model.add_tokens=[<甲>, <b&c>]").model
     assert model.add_tokens == ["<甲>", "<b&c>"]
