@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,21 +78,23 @@ def test_a_cache_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_chatglm", "tiny_qwen2"])
 def test_a_tokenizer_with_more_ids_than_the_network_has_rows(name: str, tmp_path: Path) -> None:
-    shipped = folders.folder_of(run_config([f"model={name}"]).model)
-    assert shipped is not None
-    folder = shutil.copytree(shipped, tmp_path / "checkpoint")
+    shipped = run_config(["tracker=none", f"model={name}"])
+    place = folders.folder_of(shipped.model)
+    assert place is not None
+    folder = shutil.copytree(place, tmp_path / "checkpoint")
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rows = "vocab_size" if "vocab_size" in content else "padded_vocab_size"
     (folder / "config.json").write_text(json.dumps({**content, rows: 200}), encoding="utf-8")
-    one = run_config(["tracker=none", f"model={name}", f"model.path={folder}"])
-    tokenizer = load_tokenizer(run_config([f"model={name}"]).model)
+    one = replace(shipped, model=replace(shipped.model, path=str(folder)))
+    tokenizer = load_tokenizer(shipped.model)
     found = f"the tokenizer of {folder} has {len(tokenizer)} ids, and the network of its config.json rows for 200"
     with pytest.raises(ConfigError) as caught:
         check([one, one])
     assert [problem.message for problem in caught.value.problems] == [found]
     with pytest.raises(ArtifactError, match=re.escape(found)):
         load_tokenizer(one.model)  # a rank, for a job's machine and a checkpoint on a hub
-    random = run_config(["tracker=none", f"model={name}", "model.init=random", "model.sizes.vocab_size=200"])
+    sizes = replace(shipped.model.sizes, vocab_size=200)
+    random = replace(shipped, model=replace(shipped.model, init="random", sizes=sizes))
     with pytest.raises(ConfigError, match=f"200 is smaller than the tokenizer's {len(tokenizer)} ids"):
         check([random])
     assert len(tokenizer) - 16 < folders.tokens_in(random.model) <= len(tokenizer), "more would refuse a good folder"
@@ -100,14 +103,13 @@ def test_a_tokenizer_with_more_ids_than_the_network_has_rows(name: str, tmp_path
 def test_more_held_out_rows_than_a_file_has(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n' * 3)
-    for entry in ("train", "evaluate"):
-        words = ["tracker=none", f"entry={entry}", f"data.train_file={path}", "eval=loss"]
-        with pytest.raises(DataError) as caught:
-            check([run_config([*words, "data.holdout=3"])])
-        assert caught.value.problems[0].message == (
-            f"3 rows cannot be held out of the 3 of {path}: none would be left to train on"
-        )
-        check([run_config([*words, "data.holdout=2"])])
+    fits = run_config(["tracker=none", f"data.train_file={path}", "data.holdout=2"])
+    check([fits])
+    with pytest.raises(DataError) as caught:
+        check([replace(fits, data=replace(fits.data, holdout=3))])
+    assert caught.value.problems[0].message == (
+        f"3 rows cannot be held out of the 3 of {path}: none would be left to train on"
+    )
 
 
 @pytest.fixture
