@@ -95,7 +95,7 @@ def test_side_of_a_speed_bench_is_a_row_of_its_study() -> None:
     """zero3_speed.py records its sides as commands; paths and the number of steps are no part of what is compared."""
     study = studies.read("buckets_true_size")
     line = json.loads((FOLDER / "bench/results/two_gpus_h200.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    shapes = "model=chatglm3 model.init=random model.sizes.num_layers=5 method=full method.lr=1e-5 precision=bf16"
+    shapes = "model=chatglm3 model.init=random model.sizes.num_layers=8 method=full method.lr=1e-5 precision=bf16"
     data = "data=alpaca data.train_file=WORK/rows.jsonl data.max_length=8192 data.packing=true"
     steps = "train.micro_batch_size=1 train.grad_accum=4 train.max_steps=100000 eval=none tracker=none launcher.nproc=2"
     words = f"{shapes} zero=stage2 {data} {steps} run.dir=WORK/stage2 run.overwrite=true"
