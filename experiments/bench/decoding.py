@@ -9,7 +9,7 @@ One JSON line each. ``ways``: ChatGLM3-6B's shape with random weights in bf16; s
 device copy has in the same call, and the kernels of one step by time. ``tuned`` is compiled with
 coordinate_descent_tuning; ``..._masked`` attends with a mask over all slots, ``..._library`` with PyTorch's kernels and
 multiplies with cuBLAS, ``..._attend`` does the latter alone, and in ``..._apart`` rotation, cache and gate have kernels
-of their own; in that and in ``..._later`` sums fetch no weights. ``error``: two
+of their own. ``error``: two
 layers of each family's true widths; the largest error of the logits of a decoding step against the same weights in
 float32, relative to those of transformers' generate in bf16 (1.2 is allowed). Measured: results/decoding_h200.jsonl.
 With several ranks ``ways`` is tensor parallel; ``..._nccl`` sums by NCCL, not through the other GPUs' memory, and
@@ -59,7 +59,6 @@ WAYS: dict[str, tuple[Way, dict[str, Any] | None]] = {
     "compiled_attend": ("compiled", None),
     "compiled_library": ("compiled", None),
     "compiled_apart": ("compiled", None),
-    "compiled_later": ("compiled", None),
 }
 NEW = 64
 LIMIT_S = 20.0
@@ -142,20 +141,17 @@ def share_out(network: Any) -> None:
     """This rank's share, in place."""
     tensor_parallel.share_out(network, "chatglm3", dist.get_rank(), dist.get_world_size())
     peer_sum.connect(network.config.hidden_size, network.dtype, place(), LIMIT_S)
-    tensor_parallel.look_ahead(network)
     say(shared=peer_sum.words())
 
 
 @contextmanager
 def summing(name: str) -> Iterator[None]:
-    """``..._nccl``: the process group sums; ``..._later``: no weights are fetched meanwhile."""
-    kept = peer_sum.memory, peer_sum.FETCHING
+    """``..._nccl``: the process group sums."""
+    kept = peer_sum.memory
     if name.endswith("_nccl"):
         peer_sum.memory = None
-    if name.endswith(("_later", "_apart")):
-        peer_sum.FETCHING = 0
     yield
-    peer_sum.memory, peer_sum.FETCHING = kept
+    peer_sum.memory = kept
 
 
 def one_way(network: Any, name: str, asked: Asked, rate: float, read: int) -> None:

@@ -43,7 +43,6 @@ def place(
     shared: Any = plain
     shared = shared.to(distributed.device()).eval()
     peer_sum.connect(plain.config.hidden_size, plain.dtype, distributed.device(), timeout_s, section.peer_sums)
-    tensor_parallel.look_ahead(shared)
     return shared
 
 

@@ -109,8 +109,6 @@ class Block(GradientCheckpointingLayer):
         self.mlp = MLP(config)
         self.sums = False
         """Tensor parallel: attention and MLP give this rank's part, and the block adds those of all ranks up."""
-        self.ahead: tuple[Tensor | None, Tensor | None] = (None, None)
-        """Tensor parallel: the weights that are read after each of the two sums."""
 
     def normed(self, norm: Any, states: Tensor) -> Tensor:
         """The norm's output, in the dtype of the weights where the residual stream is kept in float32."""
@@ -122,14 +120,14 @@ class Block(GradientCheckpointingLayer):
         """Residual sum after dropout, in the dtype of the residual stream."""
         if self.sums:
             if residual.dtype == states.dtype:
-                return torch.ops.glmexp.sum_over_ranks(states, residual, self.ahead[1])
+                return torch.ops.glmexp.sum_over_ranks(states, residual)
             states = torch.ops.glmexp.sum_over_ranks(states, None)
         return residual + nn.functional.dropout(states, self.config.hidden_dropout, self.training)
 
     def add_and_norm(self, residual: Tensor, states: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """The residual sum, and its norm's output: one kernel where all ranks' parts are added up too."""
         if self.sums and isinstance(norm, RMSNorm) and residual.dtype == states.dtype == norm.weight.dtype:
-            return torch.ops.glmexp.sum_and_norm(states, residual, norm.weight, norm.eps, self.ahead[0])
+            return torch.ops.glmexp.sum_and_norm(states, residual, norm.weight, norm.eps)
         total = self.add(residual, states)
         return total, self.normed(norm, total)
 

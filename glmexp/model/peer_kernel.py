@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 _SEND: Any = tl.constexpr("st.volatile.global.v4.u32 [$1], {$2, $4, $3, $4}; mov.u32 $0, 0;")
-_FETCH: Any = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 _NOW: Any = tl.constexpr("mov.u64 $0, %globaltimer;")
 _RECEIVE = """{
     .reg .pred there, early;
@@ -80,7 +79,6 @@ def sum_rows(
     normed,
     buffers,
     calls,
-    ahead,
     epsilon,
     limit_ns,
     RANK: tl.constexpr,
@@ -91,28 +89,15 @@ def sum_rows(
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
     TRIAL: tl.constexpr,
-    FETCHING: tl.constexpr,
-    LINES: tl.constexpr,
 ):
-    """One row a program, and FETCHING more. ``part``, ``residual``, ``total``, ``normed`` (rows, 4 * WORDS) and
-    ``weight`` (4 * WORDS,) of one 16-bit kind; ``buffers`` (RANKS,) addresses of (2, MOST_ROWS, RANKS, WORDS) of 16
-    bytes; ``calls`` (MOST_ROWS,).
+    """One row a program. ``part``, ``residual``, ``total``, ``normed`` (rows, 4 * WORDS) and ``weight`` (4 * WORDS,) of
+    one 16-bit kind; ``buffers`` (RANKS,) addresses of (2, MOST_ROWS, RANKS, WORDS) of 16 bytes; ``calls`` (MOST_ROWS,).
 
     ``total`` = sum of the ranks' parts, in the order of ranks, so that all have the same bits, + residual, rounded
     once. ``normed`` = its RMSNorm. What has not arrived after ``limit_ns`` ends the process, or is NaN with TRIAL.
-
-    ``ahead``: weights that are read next. Memory has nothing to do while one row's parts are on their way, so FETCHING
-    programs have LINES lines of 128 bytes each brought into the GPU's L2 cache. They wait for nothing.
     """
     kind = part.dtype.element_ty
     row = tl.program_id(0)
-    if FETCHING:
-        fetching = row - (tl.num_programs(0) - FETCHING)
-        if fetching >= 0:
-            line = fetching * LINES + tl.arange(0, LINES)
-            lines = ahead.to(tl.int64) + line.to(tl.int64) * 128
-            tl.inline_asm_elementwise(_FETCH, "=r,l", [lines], tl.int32, is_pure=False, pack=1)
-            return
     at = tl.arange(0, BLOCK)
     inside = at < WORDS
     at = tl.minimum(at, WORDS - 1)  # what is too much writes the same once more

@@ -20,9 +20,6 @@ from glmexp.model.step_ops import HAS_TRITON
 MOST_ROWS = 64
 """Tokens of one call; a prompt has more of them, and those sums are work for NCCL."""
 MOST_RANKS = 8
-FETCHING, LINES = 64, 1024
-"""Programs that fetch weights while a row's parts are on their way, and lines of 128 bytes for each: 8 MB in all, as
-much as an H200's memory gives in 2 us."""
 TRIAL_NS = 20_000_000_000
 """How long a rank waits on trial for the others, which may still be compiling; then NCCL sums."""
 
@@ -59,27 +56,17 @@ class PeerMemory:
         return part.shape[-1] == self.width and part.dtype == self.dtype and 0 < rows <= MOST_ROWS and part.is_cuda
 
     def sum(
-        self,
-        part: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float = 0.0,
-        ahead: Tensor | None = None,
-        trial: bool = False,
+        self, part: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float = 0.0, trial: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """``part`` (..., width) of all ranks + ``residual``, and its RMSNorm with ``weight``; without one, it twice.
-        ``ahead``: the weights that are read next, whole in memory."""
+        """``part`` (..., width) of all ranks + ``residual``, and its RMSNorm with ``weight``; without one, it twice."""
         part = part.contiguous()
-        rows = part.numel() // self.width
-        fetching = 0 if ahead is None or rows > 1 else min(FETCHING, ahead.numel() * ahead.itemsize // (128 * LINES))
         total = torch.empty_like(part)
         normed = total if weight is None else torch.empty_like(part)
-        self.kernel[(rows + fetching,)](
+        self.kernel[(part.numel() // self.width,)](
             part, part if residual is None else residual.contiguous(), part if weight is None else weight, total,
-            normed, self.addresses, self.calls, ahead if fetching else part, epsilon,
-            TRIAL_NS if trial else self.limit_ns, RANK=self.rank, RANKS=self.ranks, MOST_ROWS=MOST_ROWS,
-            WORDS=self.words, BLOCK=self.block, RESIDUAL=residual is not None, NORM=weight is not None, TRIAL=trial,
-            FETCHING=fetching, LINES=LINES, num_warps=self.warps,
+            normed, self.addresses, self.calls, epsilon, TRIAL_NS if trial else self.limit_ns, RANK=self.rank,
+            RANKS=self.ranks, MOST_ROWS=MOST_ROWS, WORDS=self.words, BLOCK=self.block,
+            RESIDUAL=residual is not None, NORM=weight is not None, TRIAL=trial, num_warps=self.warps,
         )  # fmt: skip
         return total, normed
 
@@ -211,31 +198,27 @@ def define() -> None:
         return
 
     @torch.library.custom_op("glmexp::sum_over_ranks", mutates_args=())
-    def sum_over_ranks(part: Tensor, residual: Tensor | None, ahead: Tensor | None = None) -> Tensor:
+    def sum_over_ranks(part: Tensor, residual: Tensor | None) -> Tensor:
         if memory is not None and memory.takes(part):
-            return memory.sum(part, residual, None, ahead=ahead)[0]
+            return memory.sum(part, residual, None)[0]
         total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total if residual is None else total.add_(residual)
 
     @sum_over_ranks.register_fake
-    def _(part: Tensor, residual: Tensor | None, ahead: Tensor | None = None) -> Tensor:
+    def _(part: Tensor, residual: Tensor | None) -> Tensor:
         return torch.empty_like(part, memory_format=torch.contiguous_format)
 
     @torch.library.custom_op("glmexp::sum_and_norm", mutates_args=())
-    def sum_and_norm(
-        part: Tensor, residual: Tensor, weight: Tensor, epsilon: float, ahead: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def sum_and_norm(part: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         if memory is not None and memory.takes(part):
-            return memory.sum(part, residual, weight, epsilon, ahead)
+            return memory.sum(part, residual, weight, epsilon)
         total = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         total.add_(residual)
         return total, rms_norm(total, weight, epsilon)
 
     @sum_and_norm.register_fake
-    def _(
-        part: Tensor, residual: Tensor, weight: Tensor, epsilon: float, ahead: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def _(part: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         whole: Any = torch.contiguous_format
         return torch.empty_like(part, memory_format=whole), torch.empty_like(part, memory_format=whole)

@@ -200,19 +200,6 @@ def share_out(network: Any, family: Family, rank: int, ranks: int) -> Any:
     return network
 
 
-def look_ahead(network: Any) -> None:
-    """Each block of a shared network, where it lies now, knows which weights its sums are followed by."""
-    blocks: list[Any] = [module for module in network.modules() if isinstance(module, Block)]
-    if not blocks:
-        return
-    first = [block.self_attention.query_key_value.weight.detach() for block in blocks]
-    # As large as the others: for another shape a block would be compiled anew.
-    output = network.get_output_embeddings().weight.detach()[: first[0].shape[0]]
-    last = output if output.shape == first[0].shape else first[0]
-    for block, after in zip(blocks, (*first[1:], last), strict=True):
-        block.ahead = (block.mlp.dense_h_to_4h.weight.detach(), after)
-
-
 def _linears(network: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     for parent in network.modules():
         for name, child in parent.named_children():
