@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
             {
                 **served.facts(),
                 "ranks": str(distributed.world_size()),
-                "sides": ", ".join(sides),
+                "sides": _named(sides, config.bench.plain),
                 "device": _device_name(),
                 "device copy": f"{rate / 1e12:.3f} TB/s read and written, measured now: 100 % of bandwidth",
             },
@@ -150,6 +150,12 @@ def _cells(config: RunConfig, here: Session, served: Served, sides: dict[str, Si
             if pace.known() and (not estimated or time.monotonic() - said > _QUIET_S):
                 said, estimated = time.monotonic(), True
                 here.screen.lines([f"{pace.words()}: batch {batch}, prompt {length}"])
+
+
+def _named(sides: Collection[str], plain: bool) -> str:
+    alone = plain and len(sides) == 1
+    way = ", the way that decoding.way=null takes here: bench.plain=true holds it against nothing (decoding.way=static)"
+    return ", ".join(sides) + (way if alone else "")
 
 
 def _sides(config: RunConfig, served: Served) -> dict[str, Side]:

@@ -116,6 +116,14 @@ def test_recordings_are_given_up_before_the_process_group_is_left(
     assert done == ["given up", "left"]
 
 
+def test_plain_against_nothing_is_said() -> None:
+    assert bench._named(["transformers"], True).endswith(
+        "bench.plain=true holds it against nothing (decoding.way=static)"
+    )
+    assert bench._named(["static", "transformers"], True) == "static, transformers"
+    assert bench._named(["transformers"], False) == "transformers"
+
+
 def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Path) -> None:
     done = glmexp(
         "entry=bench", "placement=tensor_parallel", "launcher.nproc=2", "precision=fp32", "decoding.way=static",
