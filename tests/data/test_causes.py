@@ -363,7 +363,7 @@ CASES = [
                 "text",
             )
         ],
-        says=("2 rows read, 1 used, 1 dropped (no answer in the text: line 1 (question 1))",),
+        says=("2 rows read, 1 used, 1 dropped (no answer in the text: record 1)",),
         file="squad.json",
     ),
     Case(
