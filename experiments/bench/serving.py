@@ -7,7 +7,7 @@
 transformers' generate in turns with ours: a row a cell. ``generate``: the same network answers the shipped prompts, 8
 at a time. ``layers``: eight blocks of Qwen2-7B's widths, whole on one GPU and block by block over all: greedy answers
 of both, which have to be the same; its vocabulary is the small tokenizer's, so that every token is a text.
-``tensor_parallel``: the bench on one GPU and on two by turns, batch 1, twice each, and how many times as fast two are:
+``tensor_parallel``: the bench on one GPU and on two by turns, batch 1, and how many times as fast two are:
 the ratio of the medians' means, and from the least of one to the most of the other. One JSON line each with hardware,
 versions, commit and the command; what the product says goes to the terminal. ``--small``: narrow networks on the CPU,
 for a rehearsal. Measured: results/serving_h200.jsonl.
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("outputs/serving"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit", type=float, default=170.0, help="seconds of one command; a bench keeps its rows")
+    parser.add_argument("--turns", type=int, default=2, help="of one GPU and two: about 65 s each")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     failed = []
@@ -105,7 +106,7 @@ def tensor_parallel(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     words += ["bench.warm_up=1", *way]
     sides = {"single": ["launcher.nproc=1"], "tensor_parallel": ["launcher.nproc=2"]}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for turn in (1, 2):
+    for turn in range(1, args.turns + 1):
         for name, ranks in sides.items():
             done = glmexp(args, f"{name}_{turn}", "chatglm3", "entry=bench", f"placement={name}", *ranks, *words)
             for row in cells(*done):
