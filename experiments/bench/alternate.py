@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[2]
 POLL_S = 0.003
 SETTLE_S = 0.2
 """Between the stop of one side and the start of the next: what was given to the GPU is finished first."""
-REST_TRIES = 20
+REST_TRIES = 8
 RESAMPLES = 4000
 ERROR = re.compile(r"(\[rank\d+\]: ?)?[\w.]+(Error|Exception|Interrupt)\b")
 REASON_CHARACTERS = 600
