@@ -16,12 +16,17 @@ def add_in_place(optimizer: Any) -> None:
     parameters on one GPU 11.6 GiB more, with which full fine-tuning ran out of 140 GB. Sums are the same bits. With an
     offloaded optimizer the sum lies on the host and DeepSpeed has no such buffer.
     """
-    there = hasattr(optimizer, "copy_grads_in_partition") and optimizer.contiguous_gradients
-    if not there or optimizer.cpu_offload or optimizer.use_grad_accum_attribute:
+    if not applies(optimizer):
         return
     sums = _Sums(optimizer, optimizer.copy_grads_in_partition, optimizer.independent_gradient_partition_epilogue)
     optimizer.copy_grads_in_partition = sums.take
     optimizer.independent_gradient_partition_epilogue = sums.finish
+
+
+def applies(optimizer: Any) -> bool:
+    """Whether an optimizer's sums are made so: on its GPU, by the stream that reduces."""
+    there = hasattr(optimizer, "copy_grads_in_partition") and optimizer.contiguous_gradients
+    return bool(there and not optimizer.cpu_offload and not optimizer.use_grad_accum_attribute)
 
 
 class _Sums:

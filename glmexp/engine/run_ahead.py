@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glmexp.engine import accumulation
+
 
 def let(optimizer: Any) -> None:
     """Let DeepSpeed's optimizer of stage 1 or 2 order its streams instead; other optimizers stay as they are."""
@@ -86,7 +88,7 @@ def reads_sums_at_the_end_alone(optimizer: Any) -> bool:
     no other one before the last micro batch."""
     groups = range(len(optimizer.bit16_groups))
     compact = any(optimizer._use_compact_grad_partition_buffer(group) for group in groups)
-    return bool(optimizer.contiguous_gradients and not optimizer.use_grad_accum_attribute and not compact)
+    return accumulation.applies(optimizer) and not compact
 
 
 def recorded(average: Callable[..., None], reductions: Any) -> Callable[..., None]:

@@ -61,6 +61,8 @@ def test_only_the_last_micro_batch_waits_for_its_reductions() -> None:
         bit16_groups=[[]],
         contiguous_gradients=True,
         use_grad_accum_attribute=False,
+        cpu_offload=False,
+        copy_grads_in_partition=lambda parameter, group: None,
         last=False,
         _use_compact_grad_partition_buffer=lambda group: False,
         allreduce_and_copy=lambda: None,
