@@ -109,6 +109,7 @@ class Loop:
         first = True
         while following is not None:
             now = following
+            positions.at("forward", now.step)  # the last word was of the step before
             summed = (self._first if first else self._forward_backward)(now.micro_batches, now.size)
             first = False
             self._update(now.step)

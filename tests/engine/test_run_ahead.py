@@ -14,6 +14,7 @@ import torch
 from glmexp.data.collate import collate
 from glmexp.engine import run_ahead
 from glmexp.engine.loop import Loop
+from glmexp.launcher import positions
 from tests.engine.cells import _engine, _train, configure, rows
 from tests.ranks import run_on_ranks
 
@@ -157,12 +158,14 @@ def test_the_next_batches_are_fetched_before_a_step_is_waited_for() -> None:
     class Told(Loop):
         def _look(self, step: int, *args: Any) -> str | None:
             told.append(f"look at {step}")
+            positions.at("records", step)
             return "enough" if step == 2 else None
 
         def _update(self, step: int) -> None:
             told.append(f"update {step}")
 
         def _forward_backward(self, *args: Any) -> torch.Tensor:
+            told.append(f"passes of {positions._here.position.step}")
             return torch.zeros(())
 
         _first = _forward_backward
@@ -175,4 +178,7 @@ def test_the_next_batches_are_fetched_before_a_step_is_waited_for() -> None:
     engine = SimpleNamespace(train=lambda: None)
     reason = Told(engine, steps(), 1, lambda *_: None, lambda step, reason: reason).run()
     assert reason == "enough"
-    assert told == ["fetch 1", "update 1", "fetch 2", "look at 1", "update 2", "fetch 3", "look at 2"]
+    assert told == [
+        *("fetch 1", "passes of 1", "update 1", "fetch 2", "look at 1"),
+        *("passes of 2", "update 2", "fetch 3", "look at 2"),
+    ], "a rank that stands in a pass tells the step of that pass"
