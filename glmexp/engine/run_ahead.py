@@ -124,11 +124,12 @@ def in_order(
     waits: Callable[[], bool] = _always,
     kind: type[_Ordering] | None = None,
 ) -> Callable[..., Any]:
-    """``method`` with ``module.get_accelerator().synchronize()`` as a wait of the current stream for ``reductions``, or
-    as none where ``waits`` says no.
+    """``method`` with ``module.get_accelerator().synchronize()`` as a wait of the current stream and ``reductions`` for
+    each other, or as none where ``waits`` says no.
 
-    That is order enough. Reductions wait for the streams that made their gradients (``average_tensor``), tensors that
-    they read are recorded on their stream, and what is freed or read behind ``method`` belongs to the current stream.
+    That is order enough. Reductions wait for the streams that made their gradients (``average_tensor``; here, where
+    gradients are reduced as they lie: ``zero.contiguous_gradients=false``), tensors that they read are recorded on
+    their stream, and what is freed or read behind ``method`` belongs to the current stream.
     """
 
     @wraps(method)
@@ -151,7 +152,9 @@ class _Ordering:
 
     def synchronize(self) -> None:
         if self._reductions is not None:
-            self._accelerator.current_stream().wait_stream(self._reductions)
+            current = self._accelerator.current_stream()
+            self._reductions.wait_stream(current)
+            current.wait_stream(self._reductions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)

@@ -19,20 +19,35 @@ from tests.engine.cells import _engine, _train, configure, rows
 from tests.ranks import run_on_ranks
 
 
+class Stream:
+    """Writes down whom it waits for."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked = name, asked
+
+    def wait_stream(self, other: Stream) -> None:
+        self.asked.append(f"{self.name} waits for {other.name}")
+
+
 class Device:
     """An accelerator that writes down what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.reductions = Stream("reductions", self.asked)
 
     def synchronize(self) -> None:
         self.asked.append("the host waits")
 
-    def current_stream(self) -> Any:
-        return SimpleNamespace(wait_stream=lambda other: self.asked.append(f"stream waits for {other}"))
+    def current_stream(self) -> Stream:
+        return Stream("stream", self.asked)
 
     def name(self) -> str:
         return "device"
+
+
+BOTH_WAYS = ["reductions waits for stream", "stream waits for reductions"]
+"""As the wait of a host does: without ``zero.contiguous_gradients`` a reduction reads gradients behind no other one."""
 
 
 def test_streams_are_ordered_in_place_of_a_wait_of_the_host() -> None:
@@ -45,11 +60,11 @@ def test_streams_are_ordered_in_place_of_a_wait_of_the_host() -> None:
             raise RuntimeError("reduction")
         return module.get_accelerator().name()
 
-    ordered = run_ahead.in_order(reduce, module, "reductions")
+    ordered = run_ahead.in_order(reduce, module, device.reductions)
     assert ordered(fails=False) == "device"
     with pytest.raises(RuntimeError, match="reduction"):
         ordered(fails=True)
-    assert device.asked == ["stream waits for reductions"] * 2
+    assert device.asked == BOTH_WAYS * 2
     assert module.get_accelerator() is device, "everywhere else the accelerator is itself"
 
 
@@ -58,7 +73,7 @@ def test_only_the_last_micro_batch_waits_for_its_reductions() -> None:
     device, told = Device(), []
     module = SimpleNamespace(get_accelerator=lambda: device)
     optimizer = SimpleNamespace(
-        reduction_stream="reductions",
+        reduction_stream=device.reductions,
         bit16_groups=[[]],
         contiguous_gradients=True,
         use_grad_accum_attribute=False,
@@ -75,12 +90,12 @@ def test_only_the_last_micro_batch_waits_for_its_reductions() -> None:
     run_ahead.order(optimizer, module)
     optimizer.independent_gradient_partition_epilogue()
     assert device.asked == []
-    optimizer.average_tensor(SimpleNamespace(record_stream=lambda one: told.append(f"kept for {one}")), "bf16")
+    optimizer.average_tensor(SimpleNamespace(record_stream=lambda one: told.append(f"kept for {one.name}")), "bf16")
     assert told == ["kept for reductions", "average bf16"]
     optimizer.last = True
     optimizer.independent_gradient_partition_epilogue()
     optimizer.finalize_gradient_accumulation_boundary()
-    assert device.asked == ["stream waits for reductions"] * 2
+    assert device.asked == [*BOTH_WAYS, BOTH_WAYS[1]]
 
 
 def ends_of_micro_batches(*words: str) -> tuple[bool, list[bool]]:
@@ -113,8 +128,8 @@ def test_stage_3_orders_streams_behind_a_backward_pass_and_asks_no_norm() -> Non
         if not module.get_accelerator().resolves_data_dependency():
             device.synchronize()
 
-    run_ahead.in_order(epilogue, module, "reductions", kind=run_ahead._Resolving)()
-    assert device.asked == ["stream waits for reductions"]
+    run_ahead.in_order(epilogue, module, device.reductions, kind=run_ahead._Resolving)()
+    assert device.asked == BOTH_WAYS
     assert run_ahead.unasked(lambda norm: module.is_invalid_grad_norm(norm), module)(-1.0) is False
     assert module.is_invalid_grad_norm(-1.0), "everywhere else it is asked"
 
