@@ -12,11 +12,12 @@ from typing import Any
 from glmexp.compare.runs import Run
 from glmexp.compare.statistics import Spread, spread
 from glmexp.compare.where import as_text, column, matches, nothing_left, parse
+from glmexp.config.entries import reads
 from glmexp.launcher.trials import FINISHED
 from glmexp.tracker.outcome import LOSS
 
 SEED = "train.seed"
-_ELSEWHERE = ("run", "tracker", "sweep", "slurm", "inspect", "doctor", "parity", "smoke")
+_ELSEWHERE = ("run", "tracker", "sweep", "slurm")
 _NOT_THE_RUN = (
     *("train.resume", "train.stop_after", "train.stop_after_s", "train.profile", "data.cache_dir"),
     *("data.num_workers", "data.prefetch", "data.prepare_workers", "offload.nvme_path"),
@@ -41,7 +42,7 @@ class Row:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Dotted key to value; the seed only where the row is one run."""
-        config = {key: value for key, value in self.runs[0].config.items() if compared(key)}
+        config = described(self.runs[0])
         if len(self.runs) > 1:
             config.pop(SEED, None)
         return config
@@ -88,6 +89,13 @@ class Row:
         reasons = " / ".join(dict.fromkeys(run.reason for run in self.runs if run.reason))
         first = {"label": self.label, "state": self.state, "runs": len(self.runs)}
         return first | self.config | means | self.environment | {"reason": reasons}
+
+
+def described(run: Run) -> dict[str, Any]:
+    """Dotted key to value of what says what a run was: not where it lay, and nothing that its entry does not read."""
+    entry = str(run.config.get("entry.name", "train"))
+    apart = {"data.train_file"} if entry == "evaluate" and run.config.get("data.holdout") is None else set()
+    return {key: value for key, value in run.config.items() if compared(key) and reads(entry, key) and key not in apart}
 
 
 def compared(key: str) -> bool:
@@ -170,7 +178,7 @@ def table(runs: Sequence[Run], together: bool = True) -> Table:
 
 def _group(run: Run) -> str:
     """Equal for runs that differ in the seed alone."""
-    config = {key: value for key, value in run.config.items() if compared(key) and key != SEED}
+    config = {key: value for key, value in described(run).items() if key != SEED}
     return json.dumps(config, sort_keys=True, ensure_ascii=True, default=str)
 
 

@@ -119,6 +119,3 @@ def without_effect(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if config.entry.name == "inspect" and html is not None and not Path(html).expanduser().absolute().parent.is_dir():
         folder = Path(html).expanduser().absolute().parent
         yield Problem("inspect.html", f"{folder} is no folder", "a file in a folder that is there")
-    if config.entry.name != "inspect":
-        for key in sorted(key for key in facts.explicit if key.startswith("inspect.")):
-            yield Problem(key, f"without effect under entry={config.entry.name}", "leave it out, or entry=inspect")

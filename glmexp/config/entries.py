@@ -21,6 +21,42 @@ SERVES = ("evaluate", "generate", "bench")
 """Entries that ask a base or what was trained, in ``precision.dtype``: an artifact brings its own, and another may be
 chosen."""
 
+TRAINING = ("train", "optim", "zero", "offload", "gather", "deepspeed")
+"""Sections of training: a model that answers has none of it."""
+
+OWN: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("inspect", "export", "generate", "bench", "doctor", "plan", "trainer", "smoke")},
+    **{"parity": ("smoke",), "placement": SERVES, "decoding": SERVES},
+}
+"""Section of single entries to those: elsewhere its keys are refused."""
+
+_TELLS = (*PLANS, "doctor")
+_ROWS = (*_TELLS, "inspect")
+_READERS: dict[str, tuple[str, ...] | None] = {
+    **OWN,
+    **dict.fromkeys(TRAINING, _TELLS),
+    **dict.fromkeys(("train.micro_batch_size", "train.grad_accum"), _ROWS),
+    **dict.fromkeys(("data.packing", "data.shuffle", "data.group_by_length"), _ROWS),
+    "train.seed": None,
+    "plan.enforce": TRAINS,
+    "artifact.path": ("plan", "doctor", "inspect", "export", *SERVES),
+}
+"""Key or section to the entries that read it; None: every one."""
+
+
+def readers(key: str) -> tuple[str, ...] | None:
+    """Entries that read the option at dotted ``key``; None where that is not a matter of the entry."""
+    section, leaf = key.split(".")[0], key.rsplit(".", 1)[-1]
+    if (section == "eval" and leaf == "every") or (key.startswith("precision.") and leaf != "dtype"):
+        return _TELLS
+    return _READERS[key] if key in _READERS else _READERS[section] if section in _READERS else None
+
+
+def reads(entry: str, key: str) -> bool:
+    """Whether ``entry`` reads the option at dotted ``key``."""
+    named = readers(key)
+    return named is None or entry in named
+
 
 @dataclass
 class InspectSection:

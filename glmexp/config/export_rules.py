@@ -14,17 +14,14 @@ _WHOLE_ONLY = ("export.dtype", "export.layout", "export.max_shard_bytes", "expor
 
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """All of them."""
-    own = sorted(key for key in facts.explicit if key.startswith("export."))
     if config.entry.name != "export":
-        for key in own:
-            yield Problem(key, f"without effect under entry={config.entry.name}", "leave it out, or entry=export")
         return
     family, export = config.model.family, config.export
     if config.artifact.path is None:
         yield Problem("artifact.path", "is null, and entry=export needs an artifact", "artifact.path=FOLDER")
     if export.form == "trained":
-        for key in own:
-            if key in _WHOLE_ONLY:
+        for key in _WHOLE_ONLY:
+            if key in facts.explicit:
                 yield Problem(key, "without effect with export.form=trained", "leave it out, or export.form=whole")
         return
     if config.method.name == "ptuning" and not FAMILIES[family].native_prefix:

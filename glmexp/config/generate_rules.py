@@ -7,14 +7,12 @@ from pathlib import Path
 
 from glmexp.config import inference_rules
 from glmexp.config.data_rules import BUILTIN, HUB
-from glmexp.config.entries import SERVES
+from glmexp.config.entries import SERVES, TRAINING
 from glmexp.config.errors import Problem
 from glmexp.config.facts import Facts
 from glmexp.config.launch_rules import talks
 from glmexp.config.schema import RunConfig
 
-TRAINING = ("train", "optim", "zero", "offload", "gather", "deepspeed")
-"""Groups of training: a model that answers has none of it."""
 _UNREAD = (*TRAINING, "data", "eval", "tracker")
 """Sections that entry=generate does not read."""
 _HARMLESS = ("data", "eval", "tracker")
@@ -23,14 +21,11 @@ _HARMLESS = ("data", "eval", "tracker")
 
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """All of them."""
-    own = sorted(key for key in facts.explicit if key.startswith("generate."))
     if config.entry.name != "generate":
-        for key in own:
-            yield Problem(key, f"without effect under entry={config.entry.name}", "leave it out, or entry=generate")
         return
     yield from _files(config)
     yield from _lengths(config)
-    yield from _choosing(config, own)
+    yield from _choosing(config, facts.explicit)
     if talks(config):
         yield from _chat(config, facts)
 
@@ -67,11 +62,11 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _choosing(config: RunConfig, own: Collection[str]) -> Iterator[Problem]:
+def _choosing(config: RunConfig, explicit: Collection[str]) -> Iterator[Problem]:
     if config.generate.temperature is not None:
         return
     for name in ("top_p", "top_k", "seed"):
-        if f"generate.{name}" in own and getattr(config.generate, name) is not None:
+        if f"generate.{name}" in explicit and getattr(config.generate, name) is not None:
             yield Problem(
                 f"generate.{name}",
                 "without effect: generate.temperature is null, so the likeliest token is taken",

@@ -26,13 +26,8 @@ def one_rank(config: RunConfig) -> bool:
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """All of them."""
     entry = config.entry.name
-    if entry != "bench":
-        for key in sorted(key for key in facts.explicit if key.startswith("bench.")):
-            yield Problem(key, f"without effect under entry={entry}", "leave it out, or entry=bench")
     if entry not in SERVES:
         asks = ", ".join(f"entry={name}" for name in SERVES)
-        for key in sorted(key for key in facts.explicit if key.startswith(("placement.", "decoding."))):
-            yield Problem(key, f"without effect under entry={entry}", f"leave it out, or {asks}")
         if config.placement.name != "single":
             yield Problem("placement.name", f"{config.placement.name} without effect under entry={entry}", asks)
         return

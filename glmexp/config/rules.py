@@ -20,7 +20,7 @@ from glmexp.config import (
 )
 from glmexp.config.derived import batch_numbers
 from glmexp.config.ds_config import cuts_blocks
-from glmexp.config.entries import GOES_ON, PLANS, TRAINS
+from glmexp.config.entries import GOES_ON, OWN, PLANS, TRAINS, readers, reads
 from glmexp.config.errors import Problem
 from glmexp.config.facts import Facts as Facts
 from glmexp.config.families import FAMILIES
@@ -57,11 +57,7 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
         found += ds_rules.fetching(config, explicit)
     elif config.entry.name not in ("doctor", "generate"):  # the first only tells about them
-        unused = sorted(key for key in explicit if key.split(".")[0] in generate_rules.TRAINING)
-        read = {"train.seed"}
-        if config.entry.name == "inspect":  # it shows how much of the batches is padding
-            read |= {"train.micro_batch_size", "train.grad_accum"}
-        unused = [key for key in unused if key not in read]
+        unused = sorted(key for key in explicit if not reads(config.entry.name, key))
         if unused:
             found.append(f"{', '.join(unused)}: without effect under entry={config.entry.name}")
     return found + generate_rules.without_effect(config, explicit)
@@ -248,13 +244,10 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield Problem("artifact.path", f"{artifact} is no folder", "name a run folder or its artifact/")
     elif artifact is not None and (best := best_trial(Path(artifact))) is not None:
         yield Problem("artifact.path", f"{artifact} is a sweep, not a run", f"one of its trials, the best: {best}")
-    if entry != "doctor":
-        for key in sorted(key for key in facts.explicit if key.startswith("doctor.")):
-            yield Problem(key, f"without effect under entry={entry}", "entry=doctor")
-    for key in sorted(key for key in facts.explicit if key.startswith("plan.")):
-        read = TRAINS if key == "plan.enforce" else ("plan",)
-        if entry not in read:
-            yield Problem(key, f"without effect under entry={entry}", f"entry={read[0]}")
+    for key in sorted(key for key in facts.explicit if "." in key and key.split(".")[0] in OWN):
+        if not reads(entry, key):
+            ways = ", ".join(f"entry={name}" for name in readers(key) or ())
+            yield Problem(key, f"without effect under entry={entry}", f"leave it out, or {ways}")
     if entry == "evaluate" and not config.eval.hooks:
         yield Problem("eval", "no hook is chosen, and entry=evaluate runs nothing else", "eval=[loss,generate]")
     if resume is not None and entry not in GOES_ON:

@@ -16,9 +16,6 @@ from glmexp.config.schema import RunConfig
 def check(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """All of them."""
     name = config.entry.name
-    for section, reader in (("trainer", "trainer"), ("parity", "smoke"), ("smoke", "smoke")):
-        for key in sorted(key for key in facts.explicit if key.startswith(f"{section}.") and name != reader):
-            yield Problem(key, f"without effect under entry={name}", f"leave it out, or entry={reader}")
     if name == "smoke":
         yield from _smoke(config)
     if name in GOES_ON:

@@ -390,3 +390,13 @@ def test_nothing_heavy_is_loaded_and_help_is_there() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "usage: python -m glmexp.compare" in done.stdout
+
+
+def test_what_an_entry_does_not_read_is_no_difference_from_one_that_does(tmp_path: Path) -> None:
+    trained = write_run(tmp_path / "trained", {"train.batch_size": 16, "data.packing": True, "eval.loss.every": 10})
+    reading = {"entry.name": "evaluate", "artifact.path": str(trained), "train.batch_size": None, "zero.stage": 0}
+    unread = {"data.train_file": None, "precision.check_grad_overflow": None, "placement.name": "layers"}
+    asked = write_run(tmp_path / "asked", reading | unread)
+    assert table(read_all([trained, asked])).differing == ["entry.name"]
+    base = write_run(tmp_path / "base", reading | unread | {"artifact.path": None})
+    assert table(read_all([base, asked])).differing == ["artifact.path"], "both could have one"
