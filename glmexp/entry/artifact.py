@@ -51,6 +51,8 @@ class Card:
     """Digest over a conversation in the chat template: another template or vocabulary has another."""
     base_format: str | None = None
     """``precision.base``: what the frozen layers were rounded to. ``base`` is their digest before that."""
+    steps: int | None = None
+    """Optimizer steps that it was trained for; None where that is not known."""
 
     def write(self, folder: Path) -> None:
         """Write the card into the artifact folder."""
@@ -135,7 +137,7 @@ def digest(prints: dict[str, int]) -> str:
     return hashlib.sha256(json.dumps(sorted(prints.items())).encode()).hexdigest()[:32]
 
 
-def write(engine: Any, config: RunConfig, method: Method, tokenizer: Any, run_folder: Path) -> Card:
+def write(engine: Any, config: RunConfig, method: Method, tokenizer: Any, run_folder: Path, steps: int) -> Card:
     """Write ``artifact/``. Collective; files come from rank 0 (sharded: from each rank). Gathers only what is saved."""
     folder = run_folder / FOLDER
     model = engine.module
@@ -164,6 +166,7 @@ def write(engine: Any, config: RunConfig, method: Method, tokenizer: Any, run_fo
         base=base_digest(model),
         template=template_digest(config.model.family, tokenizer),
         base_format=config.precision.base,
+        steps=steps,
     )
     if distributed.rank() == 0:
         tokenizer.save_pretrained(folder)

@@ -51,7 +51,7 @@ def run(config: RunConfig, run_folder: Path) -> int:
             screen=here.screen,
             served=served,
         )
-        evaluation.run(0, all_hooks=True)
+        evaluation.run(subject.steps, all_hooks=True)
         if here.screen.active:
             lines = here.close_tracker("finished")
             write_status(run_folder, "finished")

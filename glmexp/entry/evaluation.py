@@ -64,8 +64,12 @@ class Evaluation:
     def _due(hook: Any, step: int) -> bool:
         return hook.every is not None and step % hook.every == 0
 
-    def run(self, step: int, all_hooks: bool) -> dict[str, float]:
-        """Run all hooks, or those due at ``step``. Returns their metrics. Collective."""
+    def run(self, step: int | None, all_hooks: bool) -> dict[str, float]:
+        """Run all hooks, or those due at ``step``. Returns their metrics. Collective.
+
+        ``step`` None: of a model of which nobody knows how long it was trained; files and metrics then count it as 0.
+        """
+        told, step = ("eval", 0) if step is None else (f"eval at step {step}", step)
         metrics: dict[str, float] = {}
         hooks = {name: hook for name, hook in self.settings.hooks.items() if self.examples or brings_prompts(hook)}
         if not hooks:
@@ -80,7 +84,7 @@ class Evaluation:
                 positions.at(f"evaluation ({name})", step)
                 result = hook.run(self._context(step, answered))
                 metrics |= {f"eval/{name}/{metric}": value for metric, value in result.metrics.items()}
-                self.screen.lines(f"eval at step {step}: {line}" for line in result.lines)
+                self.screen.lines(f"{told}: {line}" for line in result.lines)
                 if result.samples:
                     self.answers[step] = result.samples
                     self.tracker.table(f"samples/{name}", step, result.samples)

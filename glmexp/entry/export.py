@@ -242,6 +242,7 @@ def _write_cards(
         tensors=prints,
         base=source.card.base if source.card is not None else "",
         template=artifact.template_digest(source.section.family, tokenizer),
+        steps=source.steps,
     )
     card.write(folder)
     model_card.write(folder, source, config, card)

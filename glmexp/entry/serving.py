@@ -39,6 +39,13 @@ class Subject:
     source: Source | None
     """A checkpoint, or a folder that another program wrote."""
 
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps that it was trained for; None of a base, and where that is not known."""
+        if self.folder is not None:
+            return artifact.read_card(self.folder).steps
+        return None if self.source is None else self.source.steps
+
     @cached_property
     def template(self) -> Renderer:
         """Chat template and tokenizer. Raises ArtifactError where they are not those that were trained with."""

@@ -55,6 +55,8 @@ class Source:
     """What ``trained`` lacks comes from the base."""
     tokenizer: ModelSection | None = None
     """Where the tokenizer comes from. None: from ``section``."""
+    steps: int | None = None
+    """Optimizer steps that it was trained for; None where that is not known."""
 
     @property
     def base(self) -> str:
@@ -101,9 +103,10 @@ def _of_artifact(folder: Path, config: RunConfig) -> Source:
     if card.whole:
         words = f"the whole model in {folder}"
         trained = weight_files.lazy(folder)
-        return Source(folder, words, section, None, trained, None, card, run, partial=False)
+        return Source(folder, words, section, None, trained, None, card, run, partial=False, steps=card.steps)
     method = card.method_settings()
-    source = Source(folder, f"the artifact {folder}", section, method, {}, card.dtype, card, run, partial=True)
+    words = f"the artifact {folder}"
+    source = Source(folder, words, section, method, {}, card.dtype, card, run, partial=True, steps=card.steps)
     if card.gather == "sharded":
         names = [name for name, p in source.model(torch.float32).named_parameters() if p.requires_grad]
         return replace(source, trained=sharded.lazy(folder, names), words=f"the partitions in {folder}")
@@ -128,8 +131,8 @@ def _of_checkpoint(path: Path, run: Path, config: RunConfig) -> Source:
     trained, ranks = checkpoint_files.masters(found.folder), found.state["ranks"]
     notes = "".join(f"; {note}" for note in found.notes)
     words = f"the checkpoint {found.folder}: float32 masters of {ranks} rank{'s' if ranks > 1 else ''}{notes}"
-    dtype = config.precision.dtype
-    return Source(found.folder, words, config.model, config.method, trained, dtype, None, run, partial=True)
+    model, method, dtype = config.model, config.method, config.precision.dtype
+    return Source(found.folder, words, model, method, trained, dtype, None, run, partial=True, steps=found.step)
 
 
 def _of_deepspeed(path: Path, folder: Path, config: RunConfig) -> Source:

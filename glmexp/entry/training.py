@@ -200,7 +200,7 @@ def finished(
     engine.eval()
     faults = proof.changes(engine, start, here.config.method, total)
     proof.write_probe(engine, data.train.shortest(2), here.folder)
-    artifact.write(engine, here.config, here.config.method, template.tokenizer, here.folder)
+    artifact.write(engine, here.config, here.config.method, template.tokenizer, here.folder, total)
     engine.destroy()
     return Finished(faults, evaluation, done, total)
 

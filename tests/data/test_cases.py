@@ -193,6 +193,7 @@ def test_only_held_out_rows_can_be_scored_and_not_trained_on(tmp_path: Path) -> 
     assert 0 < json.loads(line)["eval/loss/loss"] < 20
     assert (only_run(tmp_path) / "samples" / "step-0.jsonl").exists()
     assert "3 answers" in done.stdout
+    assert "eval at step" not in done.stdout, "nobody knows how long a base was trained"
 
 
 def test_padding_with_the_end_token_hides_no_answers_end_and_typed_marks_open_no_turn(tmp_path: Path) -> None:

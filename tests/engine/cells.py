@@ -181,7 +181,7 @@ def _write(engine: Any, config: RunConfig, folder: str, examples: list[Example])
         run_folder.mkdir(parents=True, exist_ok=True)
     distributed.barrier()
     proof.write_probe(engine, [example.input_ids for example in examples], run_folder)
-    artifact.write(engine, config, config.method, load_tokenizer(config.model), run_folder)
+    artifact.write(engine, config, config.method, load_tokenizer(config.model), run_folder, engine.global_steps)
 
 
 def all_stages(overrides: list[str], gathers: list[str], folder: str) -> dict[int, Trace]:

@@ -94,4 +94,4 @@ def test_real_files_are_inspected_trained_packed_and_padded_and_evaluated(tmp_pa
         words = [word for word in words_for(name, tmp_path) if not word.startswith("model=")]
         done = glmexp("entry=evaluate", artifact, *words, "tracker=none", "launcher=inprocess", folder=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert "eval at step 0: loss " in done.stdout
+        assert f"eval at step {STEPS}: loss " in done.stdout

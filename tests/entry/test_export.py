@@ -34,7 +34,7 @@ def trained(folder: Path, *words: str) -> Path:
     folder.mkdir(parents=True)
     files.write(config, folder / "config.yaml")
     engine: Any = SimpleNamespace(module=model)
-    artifact.write(engine, config, config.method, load_tokenizer(config.model), folder)
+    artifact.write(engine, config, config.method, load_tokenizer(config.model), folder, steps=3)
     return folder
 
 

@@ -16,6 +16,7 @@ from glmexp.config.compose import run_config
 from glmexp.config.errors import ArtifactError, ConfigError
 from glmexp.engine import build, ds_files, gather
 from glmexp.entry import export, verify
+from glmexp.entry.artifact import read_card
 from glmexp.model.build import location
 from tests.engine import cells, keeping
 from tests.engine.cells import configure
@@ -137,6 +138,7 @@ def test_a_checkpoint_of_a_run_is_exported_from_its_masters(checkpoints: Path, t
     run = checkpoints / "run"
     held, verdict = _exported(run / "checkpoints" / "step-1", tmp_path / "out", "model=tiny")
     assert verdict["faults"] == []
+    assert read_card(tmp_path / "out" / "artifact").steps == 1
     masters = load_file(run / "masters.safetensors")
     module = "transformer.encoder.layers.0.self_attention.query_key_value"
     a, b = (masters[f"base_model.model.{module}.lora_{one}.default.weight"] for one in "AB")

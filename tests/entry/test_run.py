@@ -131,7 +131,10 @@ def test_an_artifact_acts_in_another_process_and_a_renamed_one_is_refused(tmp_pa
     evaluate = ("entry=evaluate", "tracker=none", "eval=[loss]", f"data.eval_file={rows}")
     again = glmexp(*evaluate, "artifact.path=a/artifact", f"run.dir={tmp_path}/e", folder=tmp_path)
     assert again.returncode == 0, again.stderr
-    (found,) = [line["eval/loss/loss"] for line in metrics(tmp_path / "e")]
+    (line,), last = metrics(tmp_path / "e"), metrics(tmp_path / "a")[-1]["step"]
+    found = line["eval/loss/loss"]
+    assert line["step"] == last > 0, "the step that it was trained for"
+    assert f"eval at step {last}: loss" in again.stdout
     assert found == pytest.approx(after, abs=1e-4)
     assert found < before / 2
 

@@ -28,6 +28,7 @@ def test_an_artifact_answers_in_its_own_format_and_in_another_that_is_chosen(tmp
     run = trained(tmp_path / "run", "model=tiny", "method=lora")
     own, other = served(f"artifact.path={run}"), served(f"artifact.path={run}", "precision=bf16")
     assert (own.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+    assert own.subject.steps == 3, "what was measured is of that step"
     assert {parameter.dtype for parameter in other.model.parameters()} == {torch.bfloat16}
     expected = logits(own.model)
     assert float((logits(other.model).float() - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
