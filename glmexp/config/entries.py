@@ -49,7 +49,7 @@ def readers(key: str) -> tuple[str, ...] | None:
     section, leaf = key.split(".")[0], key.rsplit(".", 1)[-1]
     if (section == "eval" and leaf == "every") or (key.startswith("precision.") and leaf != "dtype"):
         return _TELLS
-    return _READERS[key] if key in _READERS else _READERS[section] if section in _READERS else None
+    return _READERS[key if key in _READERS else section] if {key, section} & _READERS.keys() else None
 
 
 def reads(entry: str, key: str) -> bool:

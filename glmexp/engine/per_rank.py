@@ -1,25 +1,28 @@
-"""Peak memory, tokens and time of each rank, gathered at every logged step; a rank that stands out is named once."""
+"""Peak memory, tokens and time of each rank, gathered at every logged step; a rank that keeps standing out is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from glmexp.engine import distributed
 
 FILE = "ranks.jsonl"
 SPREAD = 0.10
-"""A rank that lies further from the others' mean than this share of it is named."""
-MEASURED_STEPS = 20
-"""Before so many steps a spread says more about warming up than about a rank."""
+"""A rank that lies further from the others' mean than this share of it can be named."""
+MEASURED_STEPS, MEASURED_LINES = 20, 10
+"""Over so many steps, and logged lines, at a time: single steps differ in their rows."""
 NAMES = ("peak_bytes", "tokens", "step_s", "own_s")
 """Columns: own_s is the time a step before this rank first waits for others: its data and its forward passes."""
 _WORDS = {
     "peak_bytes": ("peak memory", "GiB", 2**30),
     "tokens": ("tokens a step", "", 1),
-    "step_s": ("time of a step", "s", 1),
     "own_s": ("data and forward pass of a step", "s", 1),
 }
+"""What is judged: the time of a whole step is everybody's."""
+Found = tuple[int, float]
+"""(rank, share of the others' mean by which it lies beside it)."""
 
 
 @dataclass
@@ -29,11 +32,15 @@ class PerRank:
     record: Callable[[int, dict[str, list[float]]], None] = lambda step, columns: None
     """Gets each logged step's columns, one value a rank."""
     say: Callable[[str], None] = lambda line: None
+    memory: bool = True
+    """Peaks of memory are judged too; not on a CPU, where rank 0's process keeps the records."""
     _steps: int = 0
     _sums: list[float] = field(default_factory=lambda: [0.0] * (len(NAMES) - 1))
+    _lines: int = 0
     _window_steps: int = 0
-    _window: dict[str, list[float]] = field(default_factory=dict)
-    _said: set[tuple[str, int]] = field(default_factory=set)
+    _window: list[dict[str, list[float]]] = field(default_factory=list)
+    _said: dict[str, Found] = field(default_factory=dict)
+    """Column to what was said of it last and still holds."""
 
     def add(self, tokens: int, step_s: float, own_s: float) -> None:
         """One step of this rank."""
@@ -56,43 +63,60 @@ class PerRank:
         return max(columns["peak_bytes"])
 
     def _judge(self, step: int, columns: dict[str, list[float]]) -> None:
-        """Over ``MEASURED_STEPS`` steps or more at a time: single steps differ in their rows."""
-        for name in NAMES[1:]:
-            before = self._window.get(name, [0.0] * len(columns[name]))
-            self._window[name] = [a + b * self._steps for a, b in zip(before, columns[name], strict=True)]
-        self._window_steps += self._steps
-        if self._window_steps < MEASURED_STEPS:
+        """A line where a rank begins to stand out, stands out by another share, or does so no longer."""
+        self._lines += 1
+        if self._lines == 1:  # libraries, compilers and caches set themselves up in it
             return
-        means = {name: [total / self._window_steps for total in totals] for name, totals in self._window.items()}
-        for line in self._spreads(step, {NAMES[0]: columns[NAMES[0]], **means}):
-            self.say(line)
-        self._window, self._window_steps = {}, 0
+        self._window.append(columns)
+        self._window_steps += self._steps
+        if self._window_steps < MEASURED_STEPS or len(self._window) < MEASURED_LINES:
+            return
+        for name in _WORDS if self.memory else [name for name in _WORDS if name != "peak_bytes"]:
+            line = self._changed(name, [one[name] for one in self._window])
+            if line is not None:
+                self.say(f"step {step}: {line}")
+        self._window, self._window_steps = [], 0
 
-    def _spreads(self, step: int, columns: dict[str, list[float]]) -> list[str]:
-        lines = []
-        for name, values in columns.items():
-            found = standing_out(values)
-            if found is None or (name, found[0]) in self._said:
-                continue
-            rank, share = found
-            self._said.add((name, rank))
-            what, unit, size = _WORDS[name]
-            others = sum(values[:rank] + values[rank + 1 :]) / (len(values) - 1)
-            lines.append(
-                f"step {step}: rank {rank} stands out by {share:+.0%}: {what} {values[rank] / size:.4g} {unit}".rstrip()
-                + f", the others' mean is {others / size:.4g} {unit}".rstrip()
-                + " (every rank: ranks.jsonl)"
-            )
-        return lines
+    def _changed(self, name: str, rows: list[list[float]]) -> str | None:
+        half = len(rows) // 2
+        first, second, whole = (standing_out(part) for part in (rows[:half], rows[half:], rows))
+        what, unit, size = _WORDS[name]
+        before = self._said.get(name)
+        if first is None and second is None and whole is None and before is not None:
+            del self._said[name]
+            return f"rank {before[0]} no longer stands out: {what}"
+        if first is None or second is None or whole is None or not first[0] == second[0] == whole[0]:
+            return None  # now this one, now that one
+        rank, share = whole
+        if before is not None and before[0] == rank and abs(share - before[1]) <= SPREAD:
+            return None
+        self._said[name] = whole
+        mean, others = (value / size for value in _beside(rows, rank))
+        return (
+            f"rank {rank} stands out by {share:+.0%}: {what} {mean:.4g} {unit}".rstrip()
+            + f", the others' mean is {others:.4g} {unit}".rstrip()
+            + " (every rank: ranks.jsonl)"
+        )
 
 
-def standing_out(values: list[float]) -> tuple[int, float] | None:
-    """(rank, share) of the rank that lies furthest from the mean of the others, where it is more than ``SPREAD``."""
+def standing_out(rows: Sequence[Sequence[float]]) -> Found | None:
+    """The rank that lies furthest from the mean of the others, by more than ``SPREAD`` and by more than its lines
+    scatter (two standard deviations). ``rows``: one a logged line, a value a rank."""
     found = None
-    for rank, value in enumerate(values):
-        others = [*values[:rank], *values[rank + 1 :]]
-        mean = sum(others) / len(others) if others else 0.0
-        share = value / mean - 1 if mean > 0 else 0.0
-        if abs(share) > SPREAD and (found is None or abs(share) > abs(found[1])):
+    for rank in range(len(rows[0])):
+        lines = [_share(*_beside([row], rank)) for row in rows]
+        share = _share(*_beside(rows, rank))
+        usual = 2 * statistics.stdev(lines) if len(lines) > 1 else 0.0
+        if abs(share) > max(SPREAD, usual) and (found is None or abs(share) > abs(found[1])):
             found = (rank, share)
     return found
+
+
+def _beside(rows: Sequence[Sequence[float]], rank: int) -> tuple[float, float]:
+    """Means of one rank's values and of the others'."""
+    others = [value for row in rows for place, value in enumerate(row) if place != rank]
+    return statistics.fmean(row[rank] for row in rows), statistics.fmean(others) if others else 0.0
+
+
+def _share(own: float, others: float) -> float:
+    return own / others - 1 if others > 0 else 0.0

@@ -216,7 +216,8 @@ def per_rank(here: Session) -> PerRank:
     """Numbers of each rank: rank 0 keeps and tells them."""
     if not here.screen.active:
         return PerRank()
-    return PerRank(MetricsFile(here.folder / FILE).write, lambda line: here.screen.lines([line]))
+    on_gpu = distributed.device().type == "cuda"
+    return PerRank(MetricsFile(here.folder / FILE).write, lambda line: here.screen.lines([line]), memory=on_gpu)
 
 
 def inputs(config: RunConfig, template: Renderer) -> Callable[[Batch], dict[str, Any]]:
