@@ -117,33 +117,6 @@ def _always() -> bool:
     return True
 
 
-def in_order(
-    method: Callable[..., Any],
-    module: Any,
-    reductions: Any,
-    waits: Callable[[], bool] = _always,
-    kind: type[_Ordering] | None = None,
-) -> Callable[..., Any]:
-    """``method`` with ``module.get_accelerator().synchronize()`` as a wait of the current stream and ``reductions`` for
-    each other, or as none where ``waits`` says no.
-
-    That is order enough. Reductions wait for the streams that made their gradients (``average_tensor``; here, where
-    gradients are reduced as they lie: ``zero.contiguous_gradients=false``), tensors that they read are recorded on
-    their stream, and what is freed or read behind ``method`` belongs to the current stream.
-    """
-
-    @wraps(method)
-    def ordered(*args: Any, **kwargs: Any) -> Any:
-        plain, waited_for = module.get_accelerator, reductions if waits() else None
-        module.get_accelerator = lambda: (kind or _Ordering)(plain(), waited_for)
-        try:
-            return method(*args, **kwargs)
-        finally:
-            module.get_accelerator = plain
-
-    return ordered
-
-
 class _Ordering:
     """Stands before an accelerator."""
 
@@ -166,6 +139,33 @@ class _Resolving(_Ordering):
     def resolves_data_dependency(self) -> bool:
         self.synchronize()
         return True
+
+
+def in_order(
+    method: Callable[..., Any],
+    module: Any,
+    reductions: Any,
+    waits: Callable[[], bool] = _always,
+    kind: type[_Ordering] = _Ordering,
+) -> Callable[..., Any]:
+    """``method`` with ``module.get_accelerator().synchronize()`` as a wait of the current stream and ``reductions`` for
+    each other, or as none where ``waits`` says no.
+
+    That is order enough. Reductions wait for the streams that made their gradients (``average_tensor``; here, where
+    gradients are reduced as they lie: ``zero.contiguous_gradients=false``), tensors that they read are recorded on
+    their stream, and what is freed or read behind ``method`` belongs to the current stream.
+    """
+
+    @wraps(method)
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        plain, waited_for = module.get_accelerator, reductions if waits() else None
+        module.get_accelerator = lambda: kind(plain(), waited_for)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            module.get_accelerator = plain
+
+    return ordered
 
 
 def _clipping(optimizer: Any, plain: Callable[..., None]) -> Callable[..., None]:

@@ -112,6 +112,20 @@ def test_more_held_out_rows_than_a_file_has(tmp_path: Path) -> None:
     )
 
 
+def test_more_held_out_rows_than_a_file_of_several_blocks_has(tmp_path: Path) -> None:
+    """Blocks are read up to where a row is left to train on, and no further."""
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"prompt": "a" * 700_000, "response": "b"})] * 4
+    path.write_text("\n".join(rows))
+    words = ["tracker=none", f"data.train_file={path}", "data.eval_file=null"]
+    with pytest.raises(DataError, match=f"4 rows cannot be held out of the 4 of {path}"):
+        check([run_config([*words, "data.holdout=4"])])
+    check([run_config([*words, "data.holdout=3"])])
+    path.write_text("\n".join([*rows[:3], "broken"]))
+    check([run_config([*words, "data.holdout=1"])])
+
+
+
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An address where nobody listens, no proxy, and nothing that was fetched before."""
