@@ -125,7 +125,6 @@ def test_more_held_out_rows_than_a_file_of_several_blocks_has(tmp_path: Path) ->
     check([run_config([*words, "data.holdout=1"])])
 
 
-
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An address where nobody listens, no proxy, and nothing that was fetched before."""
