@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -175,28 +176,46 @@ def test_sampled_tokens_are_as_frequent_as_they_are_probable() -> None:
     assert (found - logits.softmax(0)).abs().max() < 0.01  # four standard deviations of a share of 0.64
 
 
-@pytest.mark.parametrize("family", ["chatglm", "chatglm3", "qwen2"])
-def test_blocks_are_compiled_once(family: str) -> None:
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing is compiled before, and nothing stays."""
     import torch._dynamo
 
     torch._dynamo.reset()
-    graphs = 0
-
-    def counting(module: Any, example: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module.forward
-
-    model = network(family, "sdpa")
-    ids, real = prompts(family, 6, 4)
-    expected = Decoder(model, "static").generate(ids, real, 5, [63], PAD, slots=16)
-    decoder = Decoder(model, "static")
-    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend=counting)
-    assert decoder.generate(ids, real, 5, [63], PAD, slots=16).tolist() == expected.tolist()
-    assert graphs == 1, "one graph serves both blocks"
+    yield
     torch._dynamo.reset()
 
 
+def compiled(model: Any, backend: Any) -> Decoder:
+    """A decoder of one call after the other whose blocks ``backend`` compiles."""
+    decoder = Decoder(model, "static")
+    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend=backend)
+    return decoder
+
+
+def counting(model: Any) -> tuple[Decoder, list[int]]:
+    """The same, and of each graph that is compiled how many products of one row it has."""
+    graphs: list[int] = []
+
+    def count(graph: Any, example: Any) -> Any:
+        graphs.append(sum("row_product" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    return compiled(model, count), graphs
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("family", ["chatglm", "chatglm3", "qwen2"])
+def test_blocks_are_compiled_once(family: str) -> None:
+    model = network(family, "sdpa")
+    ids, real = prompts(family, 6, 4)
+    expected = Decoder(model, "static").generate(ids, real, 5, [63], PAD, slots=16)
+    decoder, graphs = counting(model)
+    assert decoder.generate(ids, real, 5, [63], PAD, slots=16).tolist() == expected.tolist()
+    assert len(graphs) == 1, "one graph serves both blocks"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("family", "products"), [("chatglm", 4), ("chatglm3", 4), ("chatglm3 with biases", 4), ("qwen2", 6)]
 )
@@ -204,24 +223,12 @@ def test_one_row_has_products_of_its_own_while_it_is_decoded(
     family: str, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the operator is the plain product: which layers have it, when, and that blocks share what is compiled."""
-    import torch._dynamo
-
-    from glmexp.model import decoder as module
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(module, "takes_rows", lambda network: True)
-    graphs: list[int] = []
-
-    def counting(graph: Any, example: Any) -> Any:
-        graphs.append(sum("row_product" in str(node.target) for node in graph.graph.nodes))
-        return graph.forward
-
+    monkeypatch.setattr(decoder_module, "takes_rows", lambda network: True)
     family, _, biases = family.partition(" with ")
     model = network(family, "sdpa", **({"add_bias_linear": True} if biases else {}))
     kinds = [type(module) for module in model.modules()]
     ids, real = prompts(family, 6)
-    decoder = Decoder(model, "static")
-    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend=counting)
+    decoder, graphs = counting(model)
     found = decoder.generate(ids, real, 5, [63], PAD, slots=16)
     assert found.equal(plain(model, ids, real, [63], 5))
     assert graphs == [products], "of a block; a gate is part of the products that it is made of"
@@ -232,7 +239,6 @@ def test_one_row_has_products_of_its_own_while_it_is_decoded(
     linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     with two.step.ready():
         assert {type(layer) for layer in linears} == {torch.nn.Linear}, "and with two rows"
-    torch._dynamo.reset()
 
 
 def attention_at_once(
@@ -252,18 +258,16 @@ def attention_at_once(
     return context.reshape(batch, 1, heads * size)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("lengths", [(7,), (9, 4, 6)], ids=["one", "padded"])
 @pytest.mark.parametrize("release", ["chatglm2", "chatglm3"])
 def test_one_kernel_rotates_writes_and_attends(
     release: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced as for the compiler, which has to leave what is written where it is."""
-    import torch._dynamo
-
     import glmexp.model
     from glmexp.model import slots
 
-    torch._dynamo.reset()
     kernels = SimpleNamespace(attention=attention_at_once)
     monkeypatch.setitem(sys.modules, "glmexp.model.step_kernels", kernels)
     monkeypatch.setattr(glmexp.model, "step_kernels", kernels, raising=False)
@@ -271,19 +275,14 @@ def test_one_kernel_rotates_writes_and_attends(
     monkeypatch.setattr(slots, "has_kernel", lambda keys: True)
     model = network(release, "sdpa")
     ids, real = prompts(release, *lengths)
-    decoder = Decoder(model, "static")
-    decoder.run_layer = torch.compile(decoder.run_layer, dynamic=False, fullgraph=True, backend="aot_eager")
-    assert decoder.generate(ids, real, 12, [63], PAD).equal(plain(model, ids, real, [63]))
-    torch._dynamo.reset()
+    assert compiled(model, "aot_eager").generate(ids, real, 12, [63], PAD).equal(plain(model, ids, real, [63]))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_what_a_gpu_does_in_a_step_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a graph break: with fullgraph that would be an error, on a GPU alone."""
-    import torch._dynamo
-
     from glmexp.model import slots
 
-    torch._dynamo.reset()
     monkeypatch.setattr(slots, "has_kernel", lambda query: True)
     names: list[str] = []
 
@@ -298,7 +297,6 @@ def test_what_a_gpu_does_in_a_step_can_be_traced(monkeypatch: pytest.MonkeyPatch
         traced = torch.compile(slots.slots_attention, fullgraph=True, dynamic=False, backend=noting)
         traced(None, query, keys, keys, None, scaling=1.0, filled=filled)
         assert any(name in one for one in names)
-    torch._dynamo.reset()
 
 
 def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +315,7 @@ def test_any_number_of_shapes_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -
             assert decoder.generate(ids[:rows], real[:rows], 2, [63], PAD).equal(expected[:rows])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_where_the_compiler_fails_a_way_that_nobody_asked_for_is_another_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,7 +350,6 @@ def test_where_the_compiler_fails_a_way_that_nobody_asked_for_is_another_one(
     lines = [line for line in capsys.readouterr().out.splitlines() if "decoding" in line]
     assert len(lines) == 1, "said once"
     assert lines[0].startswith("decoding: graph, since the compiler fails")
-    torch._dynamo.reset()
 
 
 def test_recordings_can_be_given_up_while_others_still_hold_them() -> None:
