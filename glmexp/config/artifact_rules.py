@@ -10,7 +10,7 @@ from glmexp.config.errors import Problem
 from glmexp.config.facts import Facts
 from glmexp.config.families import FAMILIES
 from glmexp.config.folders import WEIGHTS, read
-from glmexp.config.inherit import CARD, CHECKPOINTS, best_trial, run_of
+from glmexp.config.inherit import CARD, CARD_SECTIONS, CHECKPOINTS, best_trial, card_sections, run_of
 from glmexp.config.schema import RunConfig
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,7 +20,6 @@ RECOGNISED = (
     f"a folder with {CARD} (or its run folder), a run's {CHECKPOINTS}/, a DeepSpeed checkpoint (global_step*/ or "
     f"mp_rank_00_model_states.pt), a folder with model.safetensors or {ADAPTER}"
 )
-_CARD_KEYS = ("model", "method")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -56,10 +55,10 @@ def no_pickle(path: Path, lack: str, way: str = "name a run folder or its artifa
 
 
 def _card(folder: Path) -> Iterator[Problem]:
-    content = read(folder / CARD) or {}
-    lacking = [key for key in _CARD_KEYS if key not in content]
+    found = card_sections(read(folder / CARD) or {})
+    lacking = [name for name in CARD_SECTIONS if name not in found]
     if lacking:
-        yield Problem(str(folder / CARD), f"is no card: it has no {', '.join(lacking)}", "restore the file")
+        yield Problem(str(folder / CARD), f"is no card: it names no {', '.join(lacking)}", "restore the file")
     elif (folder / ADAPTER).is_file() and not (folder / ADAPTER_WEIGHTS).is_file():
         yield Problem("artifact.path", f"{folder} holds no {ADAPTER_WEIGHTS}", "copy the whole folder of the artifact")
 

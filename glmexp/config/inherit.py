@@ -24,6 +24,7 @@ from glmexp.config.schema import PrecisionSection, TrainSection
 
 CONFIG = "config.yaml"
 CARD = "glmexp.json"
+CARD_SECTIONS = ("model", "method")
 CHECKPOINTS = "checkpoints"
 SWEEP_TABLE = "sweep.csv"
 WHOLE = ("full16", "exported")
@@ -106,7 +107,7 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
         for folder in (start, start / "artifact"):
             if (folder / CARD).is_file():
                 card = _mapping(folder / CARD)
-                sections = {name: card[name] for name in ("model", "method") if isinstance(card.get(name), dict)}
+                sections = card_sections(card)
                 if "model" in sections and card.get("gather") in WHOLE:  # its base may be gone: it needs none
                     sections["model"] = {**sections["model"], **own_weights(folder)}
                 if free and isinstance(card.get("dtype"), str):
@@ -119,6 +120,12 @@ def saved_by(values: Mapping[str, Any]) -> Saved | None:
             sections = {name: saved[name] for name in ("model", "method", "precision") if name in saved}
             return Saved(run / CONFIG, sections, "the run of this checkpoint", "or name another checkpoint", free)
     return None
+
+
+def card_sections(card: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of an artifact's card that say of which option they are: a whole card has model and method."""
+    named = {name: card[name] for name in CARD_SECTIONS if isinstance(card.get(name), dict)}
+    return {name: section for name, section in named.items() if isinstance(section.get(IDENTITY[name]), str)}
 
 
 def entry_of(path: Path) -> str | None:

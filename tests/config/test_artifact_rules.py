@@ -17,7 +17,8 @@ from tests.config.helpers import config, refusal
     [
         ({}, "holds nothing that can be loaded"),
         ({"config.yaml": "{}"}, "holds nothing that can be loaded"),
-        ({CARD: "{}"}, "is no card: it has no model, method"),
+        ({CARD: "{}"}, "is no card: it names no model, method"),
+        ({CARD: '{"model": {"name": "tiny"}, "method": {}}'}, "is no card: it names no method"),
         ({CARD: "CARD", "adapter_config.json": "{}"}, "holds no adapter_model.safetensors"),
         ({"adapter_config.json": "{}", "adapter_model.bin": ""}, "adapter_model.bin is a pickle"),
         (
@@ -27,7 +28,8 @@ from tests.config.helpers import config, refusal
     ],
 )
 def test_what_is_missing_is_named(entry: str, files: dict[str, str], part: str, tmp_path: Path) -> None:
-    card = dict.fromkeys(("gather", "stage", "dtype", "base"), "x") | {"model": 0, "method": 0, "tensors": {}}
+    card = dict.fromkeys(("gather", "stage", "dtype", "base"), "x") | {"tensors": {}}
+    card |= {"model": {"name": "tiny"}, "method": {"name": "lora"}}
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(card) if content == "CARD" else content)
     words = ["generate.prompts_file=builtin:prompts.jsonl"] if entry == "generate" else []
