@@ -236,6 +236,16 @@ def zero_pairs(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield _idle("contiguous_gradients", "with an offloaded optimizer gradients always go into one buffer")
     if early and zero.use_multi_rank_bucket_allreduce is not None and zero.reduce_scatter is False:
         yield _idle("use_multi_rank_bucket_allreduce", "it joins messages of zero.reduce_scatter, which is false")
+    if early and zero.contiguous_gradients is False:
+        for key, idle in {"use_multi_rank_bucket_allreduce": (True, False), "reduce_scatter": (False,)}.items():
+            if getattr(zero, key) in idle:
+                yield _idle(key, "with zero.contiguous_gradients=false all ranks get whole gradients, by all-reduce")
+    if early and (zero.allgather_bucket_size or 0) % 2:
+        yield Problem(
+            "zero.allgather_bucket_size",
+            f"{zero.allgather_bucket_size} is odd: DeepSpeed takes multiples of 2 alone",
+            f"zero.allgather_bucket_size={zero.allgather_bucket_size + 1}",
+        )
     if zero.stage != 3:
         return
     if zero.reduce_scatter is False and zero.contiguous_gradients is False:
@@ -271,6 +281,15 @@ def fetching(config: RunConfig, explicit: Collection[str]) -> list[str]:
         return []
     rest = "read for what lies outside of blocks, which are fetched as one piece, two at a time"
     return [f"{', '.join(asked)}: {rest} (zero.whole_blocks=false: for all weights)"]
+
+
+def gathering(config: RunConfig, explicit: Collection[str]) -> list[str]:
+    """A warning where the user set a key that DeepSpeed (0.19.8) checks and does not use: ``runtime/utils.py`` gathers
+    updated weights of a group in one piece wherever torch has ``all_gather_into_tensor``."""
+    key = "zero.allgather_bucket_size"
+    if key not in explicit or config.zero.allgather_bucket_size is None:
+        return []
+    return [f"{key}: without effect: DeepSpeed gathers all updated weights of an optimizer group at once"]
 
 
 def zero_plus_plus(config: RunConfig, facts: Facts) -> Iterator[Problem]:

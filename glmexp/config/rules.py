@@ -55,7 +55,7 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
         save, last = config.train.save_steps, config.train.max_steps
         if save is not None and last is not None and save > last:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
-        found += ds_rules.fetching(config, explicit)
+        found += ds_rules.fetching(config, explicit) + ds_rules.gathering(config, explicit)
     elif config.entry.name not in ("doctor", "generate"):  # the first only tells about them
         unused = sorted(key for key in explicit if not reads(config.entry.name, key))
         if unused:

@@ -123,17 +123,21 @@ class ZeroSection:
     reduce_bucket_size: Elements | None
     """Elements reduced at a time (stages 1 to 3)."""
     allgather_bucket_size: Elements | None
-    """Elements of updated parameters gathered at a time (stages 1 and 2)."""
+    """Elements of updated parameters gathered at a time (stages 1 and 2). DeepSpeed 0.19.8 takes it and gathers those
+    of an optimizer group at once."""
     overlap_comm: bool | None
     """Reduce gradients while the backward pass goes on (stages 1 to 3)."""
     reduce_scatter: bool | None
-    """Reduce-scatter in place of all-reduce for gradients (stages 1 to 3)."""
+    """Gradients are sent to the ranks that step on them. Stages 1 and 2: by all-reduce of a copy of each bucket (by one
+    message to each rank with use_multi_rank_bucket_allreduce=false); false: by all-reduce of the bucket itself. Stage 3:
+    by reduce-scatter; false: by all-reduce."""
     contiguous_gradients: bool | None
     """Copy gradients into one buffer as they are made (stages 1 to 3)."""
     round_robin_gradients: bool | None
     """Spread the copying of gradients over the ranks (stages 1 and 2)."""
     use_multi_rank_bucket_allreduce: bool | None
-    """Join the buckets of several ranks into one all-reduce: fewer messages with many ranks (stages 1 and 2)."""
+    """Join what goes to several ranks into one all-reduce: fewer messages with many ranks. Null: true (stages 1 and
+    2)."""
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None
     """Number format in which gradients travel. Null: the run's dtype."""
     stage3_prefetch_bucket_size: ElementsOrNone | None

@@ -362,6 +362,12 @@ def test_keys_of_fetching_say_what_is_left_of_them_where_blocks_are_one_piece() 
     assert asked("zero=stage3").warnings == []
 
 
+def test_a_bucket_that_deepspeed_takes_and_does_not_use_is_told() -> None:
+    (warning,) = asked("zero=stage2", "zero.allgather_bucket_size=2e6").warnings
+    assert warning.startswith("zero.allgather_bucket_size: without effect: DeepSpeed gathers")
+    assert asked("zero=stage2", "zero.reduce_bucket_size=2e6").warnings == []
+
+
 def test_a_list_of_texts_needs_no_quotes_for_signs_that_mean_nothing_to_hydra() -> None:
     model = config("model=tiny_qwen2", "model.add_tokens=[<甲>, <b&c>]").model
     assert model.add_tokens == ["<甲>", "<b&c>"]

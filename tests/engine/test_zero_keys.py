@@ -7,6 +7,7 @@ that such a key shows here that it trains.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ TOGETHER = {
     "stage3 grouped": GROUPED,
     "stage3 leaf": LEAF,
     "stage2 small": [*SMALL, *STAGE2],
-    "stage2 alone": ["contiguous_gradients=false", "use_multi_rank_bucket_allreduce=false"],
+    "stage2 as they lie": ["contiguous_gradients=false"],
+    "stage1 to each rank": ["use_multi_rank_bucket_allreduce=false"],
 }
 """Keys side by side, so that few runs take many."""
 CHECKPOINTED = "train.gradient_checkpointing=true"
@@ -75,6 +77,19 @@ def test_every_key_trains_to_the_numbers_of_the_plain_stage(tmp_path: Path) -> N
     assert "zero.stage3_module_granularity_threshold: 1 without effect: no module has so few elements" in small
     assert "zero.stage3_module_granularity_threshold: PeftModelForCausalLM is trained as a leaf module" in large
     _equal(found, "plain")
+
+
+def test_deepspeed_gathers_updated_weights_at_once() -> None:
+    """``ds_rules.gathering`` says so: a version that reads the size of a bucket must be looked at again."""
+    from deepspeed.runtime import utils
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    begins = inspect.getsource(utils.all_gather_dp_groups).split("has_all_gather_into_tensor():\n")[1]
+    assert begins.strip().startswith("return all_gather_into_tensor_dp_groups(")
+    lines = inspect.getsource(stage_1_and_2.DeepSpeedZeroOptimizer).splitlines()
+    uses = {line.strip() for line in lines if "self.allgather_bucket_size" in line}
+    kept, handed_on = "self.allgather_bucket_size = int(allgather_bucket_size)", "=self.allgather_bucket_size)"
+    assert uses == {kept, f"allgather_bucket_size{handed_on}"}, "to all_gather_dp_groups alone"
 
 
 @pytest.mark.matrix
