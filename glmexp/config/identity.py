@@ -14,7 +14,7 @@ from glmexp.config.load import dump, flatten
 from glmexp.config.schema import RunConfig
 
 IGNORED_SECTIONS = ("run", "launcher", "slurm", "tracker", "inspect", "plan", "doctor", "parity", "smoke")
-IGNORED_KEYS = ("train.resume", "train.stop_after", "train.grad_accum", "train.profile")
+IGNORED_KEYS = ("train.resume", "train.stop_after", "train.stop_after_s", "train.grad_accum", "train.profile")
 """How a run begins and where it pauses; the accumulation follows from batch, micro batch and number of ranks."""
 
 

@@ -17,6 +17,8 @@ BASE = ("train.batch_size=8", "train.micro_batch_size=4")
         ["run.name=other"],
         ["tracker=none"],
         ["launcher.timeout_s=77"],
+        ["train.stop_after=2"],
+        ["train.stop_after_s=60"],
         ["launcher.env={NCCL_DEBUG: INFO}"],
         ["method=lora", "zero=stage2"],
     ],
