@@ -128,9 +128,9 @@ class ZeroSection:
     overlap_comm: bool | None
     """Reduce gradients while the backward pass goes on (stages 1 to 3)."""
     reduce_scatter: bool | None
-    """Send gradients to the ranks that step on them alone. Stages 1 and 2: by all-reduce of a copy of each bucket, or by
-    a message to each rank (use_multi_rank_bucket_allreduce=false); false: by all-reduce of the bucket itself. Stage 3:
-    by reduce-scatter; false: by all-reduce."""
+    """Send gradients to the ranks that step on them alone. Stages 1 and 2: by all-reduce of a copy of each bucket, or
+    by a message to each rank (use_multi_rank_bucket_allreduce=false); false: by all-reduce of the bucket itself. Stage
+    3: by reduce-scatter; false: by all-reduce."""
     contiguous_gradients: bool | None
     """Copy gradients into one buffer as they are made (stages 1 to 3)."""
     round_robin_gradients: bool | None
