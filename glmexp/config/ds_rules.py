@@ -240,12 +240,10 @@ def zero_pairs(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         for key, idle in {"use_multi_rank_bucket_allreduce": (True, False), "reduce_scatter": (False,)}.items():
             if getattr(zero, key) in idle:
                 yield _idle(key, "with zero.contiguous_gradients=false all ranks get whole gradients, by all-reduce")
-    if early and (zero.allgather_bucket_size or 0) % 2:
-        yield Problem(
-            "zero.allgather_bucket_size",
-            f"{zero.allgather_bucket_size} is odd: DeepSpeed takes multiples of 2 alone",
-            f"zero.allgather_bucket_size={zero.allgather_bucket_size + 1}",
-        )
+    gathered = zero.allgather_bucket_size or 0
+    if early and gathered % 2:
+        way_out = f"zero.allgather_bucket_size={gathered + 1}"
+        yield Problem("zero.allgather_bucket_size", f"{gathered} is odd: DeepSpeed takes multiples of 2 alone", way_out)
     if zero.stage != 3:
         return
     if zero.reduce_scatter is False and zero.contiguous_gradients is False:
