@@ -57,7 +57,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return importlib.import_module(name)
 
     yield module
-    for name in ("alternate", "processes", "machine", "sides", "instruction_data", "zero3_speed"):
+    for name in ("alternate", "running", "processes", "machine", "sides", "instruction_data", "zero3_speed"):
         sys.modules.pop(name, None)
 
 

@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from alternate import ROOT, Side, add_arguments
+from alternate import add_arguments
+from running import ROOT, Side
 
 BENCH = Path(__file__).parent
 RIVALS = {

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from alternate import ROOT, Running, SideFailed
 from instruction_data import write as write_rows
 from machine import keep, setting
+from running import ROOT, Running, SideFailed
 from sides import Job, product
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-from alternate import Side, measure, plan_of, write
+from alternate import measure, plan_of, write
+from running import Side
 from sides import Job, add_job_arguments, job_of, product
 
 BLOCKS = {"chatglm3": "Block", "qwen2": "Qwen2DecoderLayer"}

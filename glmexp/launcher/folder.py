@@ -70,6 +70,7 @@ def _made(config: RunConfig, unfinished: Path | None) -> Path:
                 )
             )
         shutil.rmtree(folder)
+        print(f"run.overwrite=true: the run in {folder} is gone, a new one takes its place", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

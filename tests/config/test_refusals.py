@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from glmexp.config.arguments import parse
-from glmexp.config.compose import Machine, request
 from glmexp.config.errors import ConfigError
 from glmexp.config.load import write
 from glmexp.config.nearest import OPTIONS_ELSEWHERE, keys, shipped_options
@@ -288,60 +286,8 @@ def test_what_ends_composing_early_does_not_hide_what_was_found_before() -> None
     assert "Could not override 'method@x'" in text
 
 
-def test_an_endless_sweep_is_refused() -> None:
-    assert "optim.lr: interval(0,1) has no end" in refusal("-m", "optim.lr=interval(0,1)", "method.rank=2,4")
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["sweep=search", "train.seed=1"], ["search has nothing to choose from", "'method.rank=choice(4,8,16)'"]),
-        (["sweep=search", "optim.lr=interval(2,1)"], ["the first number is not below the second"]),
-        (["sweep=search", "optim.lr=tag(log,interval(0,1))"], ["a log interval starts above 0"]),
-        (["sweep=search", "method.rank=tag(log,choice(1,2))"], ["only an interval can be log"]),
-        (["sweep=search", "method.rank=tag(x,choice(1,2))"], ["the tag x means nothing here"]),
-        (["sweep=search", "method.rank=2,4", "sweep.metric=null"], ["sweep.metric: is null, and a search needs it"]),
-        (["sweep=search", "method.rank=2,4", "eval=none"], ["the hook loss is not chosen", "eval=[loss]"]),
-        (["sweep=search", "method.rank=2,4", "sweep.trails=3"], ["there is no such key", "sweep.trials"]),
-        (["sweep.trials=3", "method.rank=2,4"], ["sweep.trials: without effect in a grid"]),
-        (["sweep.seed=1,2", "method.rank=2,4"], ["sweep.seed: cannot be swept over"]),
-        (["launcher.slots=1,2"], ["launcher.slots: cannot be swept over"]),
-        (["sweep.retry=crashed", "method.rank=2"], ["sweep.retry: 'crashed' is not", "failed, out_of_memory"]),
-    ],
-)
-def test_mistakes_in_how_a_sweep_goes_on(words: list[str], parts: list[str]) -> None:
-    text = refusal("-m", *words)
-    for part in parts:
-        assert part in text
-
-
-def test_slots_that_do_not_divide_the_machine_are_refused_with_numbers() -> None:
-    words = ("-m", "method.rank=2,4", "launcher.slots=3")
-    assert "3 slots do not divide 4 GPUs" in refusal(*words, gpus=4)
-    assert "launcher.slots= one of 1, 2, 4" in refusal(*words, gpus=4)
-    both = refusal("-m", "method.rank=2", "launcher.slots=2", "launcher.nproc=3", gpus=4)
-    assert "2 slots of 3 ranks need 6 GPUs, and there are 4" in both
-    with pytest.raises(ConfigError, match="3 slots do not divide 8 cores"):
-        request(parse(words), Machine(0, None, cores=8))
-
-
 def test_an_echo_of_a_wrong_value_is_reported_once() -> None:
     assert refusal("method.lr=x").startswith("config error:"), "optim.lr only repeats method.lr"
-
-
-def test_mistakes_in_a_users_file_name_the_file(tmp_path: Path) -> None:
-    folder = tmp_path / "experiment"
-    folder.mkdir()
-    text = (
-        "# @package _global_\ndefaults:\n  - override /method: freeze\nmethod: {num_layer: 3}\nhydra: {run: {dir: x}}"
-    )
-    (folder / "mine.yaml").write_text(text)
-    text = refusal("--config-dir", str(tmp_path), "+experiment=mine")
-    assert f"method.num_layer: there is no such key (from {folder / 'mine.yaml'})" in text
-    assert "did you mean method.num_layers?" in text
-    assert f"hydra.run.dir: has no effect here (from {folder / 'mine.yaml'})" in text
-    (folder / "mine.yaml").write_text("optim: [1")
-    assert f"{folder / 'mine.yaml'}:1: is no valid YAML" in refusal("--config-dir", str(tmp_path), "+experiment=mine")
 
 
 def test_warnings_name_what_will_not_run(rows: str) -> None:
@@ -396,56 +342,3 @@ def test_names_elsewhere_are_no_options_here_and_lead_to_ones_that_are() -> None
     for group, words in OPTIONS_ELSEWHERE.items():
         assert set(words.values()) <= set(shipped_options()[group])
         assert not set(words) & set(shipped_options()[group])
-
-
-METHODS = (
-    "method=OPTION, or `- override /method: OPTION` in a file's defaults list, "
-    "chooses one of freeze, full, lora, ptuning"
-)
-NO_SECTION = "is no section (from FILE)\n    -> leave it out, or set keys below it:"
-SETS_NOTHING = "is an empty mapping and sets nothing (from FILE)\n    -> leave it out, or set keys below it, such as"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("method: {}", f"method: {SETS_NOTHING} method.rank; {METHODS}"),
-        ("train: {}", f"train: {SETS_NOTHING} train.micro_batch_size"),
-        ("eval: {loss: {}}", f"eval.loss: {SETS_NOTHING} eval.loss.every"),
-        ("eval: {rouge: {}}", "eval.rouge: the hook rouge is not chosen\n    -> eval=[loss,generate,rouge]"),
-        (
-            "defaults: [override /method: null]\nmethod: {}",
-            f"method: is an empty mapping (from FILE)\n    -> {METHODS}",
-        ),
-        ("method:", f"method: is null, which is no section (from FILE)\n    -> {METHODS}"),
-        ("method: lora", f"method: is 'lora', which is no section (from FILE)\n    -> {METHODS}"),
-        (
-            "train: 3",
-            f"train: 3 {NO_SECTION} train.micro_batch_size, ...",
-        ),
-        (
-            "eval: {loss: null}",
-            f"eval.loss: null {NO_SECTION} eval.loss.every, ...",
-        ),
-    ],
-)
-def test_a_section_of_a_card_that_holds_no_keys_is_told_as_what_it_is(text: str, told: str, tmp_path: Path) -> None:
-    file = tmp_path / "study" / "card.yaml"
-    file.parent.mkdir()
-    file.write_text(f"# @package _global_\n{text}\n", encoding="utf-8")
-    report = refusal("--config-dir", str(tmp_path), "+study=card")
-    assert report == f"config error:\n  {told.replace('FILE', str(file))}", "and nothing that follows from it"
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [("{}", "method: is an empty mapping (from FILE)"), ("rank: 8", "method.name: is missing in FILE")],
-)
-def test_an_own_option_without_what_it_must_have_is_named_with_its_file(text: str, told: str, tmp_path: Path) -> None:
-    file = tmp_path / "method" / "mine.yaml"
-    file.parent.mkdir()
-    file.write_text(text, encoding="utf-8")
-    report = refusal("--config-dir", str(tmp_path), "method=mine")
-    assert report == f"config error:\n  {told.replace('FILE', str(file))}\n    -> {METHODS}"
-    file.write_text("defaults: [lora]\n", encoding="utf-8")
-    assert config("--config-dir", str(tmp_path), "method=mine").method.name == "lora", "another name for one is enough"

@@ -53,3 +53,13 @@ def test_only_what_holds_no_result_is_taken_back(tmp_path: Path, monkeypatch: py
     own = folder.make(run_config(["tracker=none", f"run.dir={tmp_path}/mine/run"]))
     folder.take_back(own)
     assert (tmp_path / "mine").is_dir()
+
+
+def test_a_run_that_is_overwritten_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["tracker=none", f"run.dir={tmp_path}/run", "run.overwrite=true"]
+    place = folder.make(run_config(words))
+    (place / "metrics.jsonl").touch()
+    assert capsys.readouterr().out == "", "there was none"
+    assert [*folder.make(run_config(words)).glob("metrics.jsonl")] == []
+    told = f"run.overwrite=true: the run in {place} is gone, a new one takes its place\n"
+    assert capsys.readouterr().out == told
