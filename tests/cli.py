@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 # Short and quiet: what a test of something else than training wants.
 MARK = "GLMEXP_TEST_MARK"
 _marks: dict[int, str] = {}
@@ -35,6 +37,11 @@ def glmexp(
     with started(*words, folder=folder, before=before, **more) as process:
         out, err = process.communicate(timeout=timeout_s)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def forked(*words: str, folder: Path, timeout_s: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+    """The same in forks of a process that has imported everything: where the start itself is not what is tested."""
+    return glmexp(*words, folder=folder, before=(warm.python(), "-m"), timeout_s=timeout_s, **more)
 
 
 @contextmanager

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 # A server that has imported the heavy packages once (and started no thread) forks the ranks: importing them anew
-# took longer than most tests. torch._dynamo: what an optimizer's first step imports.
+# took longer than most tests.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["glmexp.entry.train", "peft", "torch._dynamo", "tests.engine.cells"])
+_context.set_forkserver_preload(["tests.preload"])
+
+
+def forked(function: Callable[..., Any], *args: Any) -> multiprocessing.context.ForkServerProcess:
+    """A process, not yet started, that has the heavy packages and runs ``function(*args)``."""
+    return _context.Process(target=function, args=args)
 
 
 def run_on_ranks(

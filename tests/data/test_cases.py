@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import SHORT, glmexp
+from tests.cli import SHORT, forked, glmexp
 
 INSPECT = ("entry=inspect", "run.name=look")
 
@@ -41,7 +41,7 @@ def test_inspect_shows_what_is_learned_and_leaves_a_record(tmp_path: Path) -> No
         tmp_path, "dates.jsonl", *({"prompt": "哪天？", "response": day} for day in ("2024-05-01", "007", "NA"))
     )
     page = tmp_path / "page.html"
-    done = glmexp(*INSPECT, f"data.train_file={path}", f"inspect.html={page}", folder=tmp_path)
+    done = forked(*INSPECT, f"data.train_file={path}", f"inspect.html={page}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert learned(done.stdout) == [rf"\n {text}</s>" for text in ("2024-05-01", "007", "NA")]
     assert "3 rows read, 3 used, 0 dropped" in done.stdout
@@ -61,7 +61,7 @@ def test_a_history_is_input_and_the_last_answer_is_learned(tmp_path: Path) -> No
         {"prompt": "三？", "response": "丙。", "history": [["一？", "甲。"], ["二？", "乙。"]]},
         {"prompt": "四？", "response": "丁。", "history": []},
     )
-    done = glmexp(*INSPECT, f"data.train_file={path}", "data.columns.history=history", folder=tmp_path)
+    done = forked(*INSPECT, f"data.train_file={path}", "data.columns.history=history", folder=tmp_path)
     assert learned(done.stdout) == [r"\n 丙。</s>", r"\n 丁。</s>"]
     first, second = re.findall(r"^  input:   '(.*)'$", done.stdout, re.MULTILINE)
     asked = [first.index(text) for text in ("一？", "甲。", "二？", "乙。", "三？")]
@@ -76,7 +76,7 @@ def test_an_edited_file_is_shown_anew_although_its_size_and_time_are_the_same(tm
     for answer in ("旧词", "新词"):
         path = file(tmp_path, "rows.jsonl", {"prompt": "词？", "response": answer})
         os.utime(path, (1_000_000, 1_000_000))
-        done = glmexp(*INSPECT, f"data.train_file={path}", "run.dir=look", "run.overwrite=true", folder=tmp_path)
+        done = forked(*INSPECT, f"data.train_file={path}", "run.dir=look", "run.overwrite=true", folder=tmp_path)
         assert learned(done.stdout) == [rf"\n {answer}</s>"]
         prints.append(json.loads((tmp_path / "look" / "data.json").read_text())["files"])
     assert prints[0] != prints[1]
@@ -136,7 +136,7 @@ def test_mistakes_in_data_end_before_a_model_is_built(
     path = tmp_path / "rows.jsonl"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    done = glmexp(*SHORT, "launcher=inprocess", *words, f"data.train_file={path}", folder=tmp_path)
+    done = forked(*SHORT, "launcher=inprocess", *words, f"data.train_file={path}", folder=tmp_path)
     assert done.returncode == 2
     assert says.format(path=path) in done.stderr
     assert "Traceback" not in done.stderr
@@ -147,11 +147,11 @@ def test_text_in_the_system_code_page_names_the_option_and_then_trains(tmp_path:
     path = tmp_path / "gbk.jsonl"
     path.write_bytes('{"prompt": "天上下什么？", "response": "下雨。"}\n'.encode("gb18030"))
     words = (*SHORT, f"data.train_file={path}")
-    done = glmexp(*words, folder=tmp_path)
+    done = forked(*words, folder=tmp_path)
     assert done.returncode == 2
     assert "not UTF-8 (line 1, byte 12: 0xcc)" in done.stderr
     assert "data.encoding=gb18030" in done.stderr
-    done = glmexp(*words, "data.encoding=gb18030", folder=tmp_path)
+    done = forked(*words, "data.encoding=gb18030", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1 row read, 1 used" in done.stdout
 
@@ -163,7 +163,7 @@ def test_over_long_rows_are_cut_or_dropped_with_a_word_and_every_loss_is_a_numbe
     ]
     path = file(tmp_path, "rows.jsonl", *long, *rows(2))
     words = ("data.max_length=64", "train.micro_batch_size=1", "train.max_steps=6")
-    done = glmexp(*SHORT, *words, f"data.train_file={path}", folder=tmp_path)
+    done = forked(*SHORT, *words, f"data.train_file={path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 of 6 rows longer than data.max_length=64 tokens: the prompt is cut (lines 1, 2, 3, 4)" in done.stdout
     metrics = [json.loads(line) for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
@@ -174,7 +174,7 @@ def test_over_long_rows_are_cut_or_dropped_with_a_word_and_every_loss_is_a_numbe
 def test_fewer_rows_than_a_batch_still_take_a_step(tmp_path: Path) -> None:
     path = file(tmp_path, "one.jsonl", *rows(1))
     words = ("train.max_steps=null", "train.epochs=1", "train.micro_batch_size=4", "train.grad_accum=8")
-    done = glmexp(*SHORT, *words, f"data.train_file={path}", folder=tmp_path)
+    done = forked(*SHORT, *words, f"data.train_file={path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the last step of an epoch has 1 of 32 rows" in done.stdout
     assert "tensors moved" in done.stdout
@@ -183,10 +183,10 @@ def test_fewer_rows_than_a_batch_still_take_a_step(tmp_path: Path) -> None:
 def test_only_held_out_rows_can_be_scored_and_not_trained_on(tmp_path: Path) -> None:
     path = file(tmp_path, "held.jsonl", *rows(3))
     words = ("tracker=none", "precision=fp32", f"data.eval_file={path}", "data.train_file=null")
-    done = glmexp("entry=train", *words, folder=tmp_path)
+    done = forked("entry=train", *words, folder=tmp_path)
     assert done.returncode == 2
     assert "data.train_file: is null" in done.stderr
-    done = glmexp("entry=evaluate", "eval=[loss,generate,rouge]", "eval.generate.max_new_tokens=1",
+    done = forked("entry=evaluate", "eval=[loss,generate,rouge]", "eval.generate.max_new_tokens=1",
                   "eval.rouge.max_new_tokens=1", *words, folder=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()
@@ -201,7 +201,7 @@ def test_padding_with_the_end_token_hides_no_answers_end_and_typed_marks_open_no
     six = [{"prompt": f"题{length}？{typed}", "response": "答" * length + typed} for length in (1, 2, 4, 8, 16, 30)]
     path = file(tmp_path, "six.jsonl", *six)
     words = ("model=tiny_qwen2", "model.pad_token=eos", "train.micro_batch_size=6", "inspect.rows=6")
-    done = glmexp(*INSPECT, *words, f"data.train_file={path}", folder=tmp_path)
+    done = forked(*INSPECT, *words, f"data.train_file={path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "without effect" not in done.stderr
     rows = re.findall(r"^  tokens: (.*)$", done.stdout, re.MULTILINE)
@@ -220,7 +220,7 @@ def test_padding_with_the_end_token_hides_no_answers_end_and_typed_marks_open_no
 def test_a_file_of_prompts_alone_needs_no_rows(tmp_path: Path) -> None:
     prompts = file(tmp_path, "prompts.jsonl", {"prompt": "灯？"}, {"prompt": "lamp?"})
     words = ("entry=evaluate", "eval=generate", f"eval.generate.prompts_file={prompts}", "data.eval_file=null")
-    done = glmexp(*words, "eval.generate.max_new_tokens=2", "launcher=inprocess", "tracker=none", folder=tmp_path)
+    done = forked(*words, "eval.generate.max_new_tokens=2", "launcher=inprocess", "tracker=none", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     answers = (only_run(tmp_path) / "samples" / "step-0.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["prompt"] for line in answers] == ["灯？", "lamp?"]
@@ -230,7 +230,7 @@ def test_a_file_of_prompts_alone_needs_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [("data.packing=true", "zero=stage3"), ("data.group_by_length=true",)], ids=str)
 def test_packed_and_grouped_runs_on_two_ranks(words: tuple[str, ...], tmp_path: Path) -> None:
     path = file(tmp_path, "rows.jsonl", *rows(40))
-    done = glmexp(*SHORT, *words, "launcher.nproc=2", "data.max_length=64", f"data.train_file={path}", folder=tmp_path)
+    done = forked(*SHORT, *words, "launcher.nproc=2", "data.max_length=64", f"data.train_file={path}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
     # Blank rows that fill the last step up are padding, too.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from glmexp.entry import proof
-from tests.cli import glmexp
+from tests.cli import forked
 from tests.engine.cells import learns_at
 from tests.engine.whole_runs import STEPS, whole_runs
 from tests.ranks import run_on_ranks
@@ -69,7 +69,7 @@ def test_real_files_are_inspected_trained_packed_and_padded_and_evaluated(tmp_pa
     """Three files x four methods x packing on and off under ZeRO stage 3 on two ranks, in one pair of processes."""
     cells = {}
     for name in FILES:
-        done = glmexp("entry=inspect", *words_for(name, tmp_path), folder=tmp_path)
+        done = forked("entry=inspect", *words_for(name, tmp_path), folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "learned end tokens" in done.stdout
         for method in RATES:
@@ -92,6 +92,6 @@ def test_real_files_are_inspected_trained_packed_and_padded_and_evaluated(tmp_pa
     for name in FILES:
         artifact = f"artifact.path={tmp_path / 'runs' / f'{name}-lora-packing_true'}"
         words = [word for word in words_for(name, tmp_path) if not word.startswith("model=")]
-        done = glmexp("entry=evaluate", artifact, *words, "tracker=none", "launcher=inprocess", folder=tmp_path)
+        done = forked("entry=evaluate", artifact, *words, "tracker=none", "launcher=inprocess", folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert f"eval at step {STEPS}: loss " in done.stdout

@@ -17,7 +17,7 @@ from glmexp.engine import kv_cache
 from glmexp.entry import bench, session
 from glmexp.entry.console import Screen
 from glmexp.entry.measure import Cell, Pace, Run, answer_lengths, copy_rate, weights_read
-from tests.cli import glmexp, metrics, runs
+from tests.cli import forked, metrics, runs
 from tests.model.samples import network
 
 
@@ -125,7 +125,7 @@ def test_plain_against_nothing_is_said() -> None:
 
 
 def test_two_ranks_share_one_network_and_the_report_has_every_cell(tmp_path: Path) -> None:
-    done = glmexp(
+    done = forked(
         "entry=bench", "placement=tensor_parallel", "launcher.nproc=2", "precision=fp32", "decoding.way=static",
         "bench.plain=true", "bench.prompt_lengths=[12,20]", "bench.batch_sizes=[3]", "bench.new_tokens=4",
         "bench.runs=2", "bench.warm_up=1", "tracker=none", folder=tmp_path,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from glmexp.entry import proof
 from glmexp.model.build import location
-from tests.cli import SHORT, glmexp, runs, status
+from tests.cli import SHORT, forked, runs, status
 from tests.engine.cells import configure, engine_loop
 from tests.ranks import run_on_ranks
 
@@ -153,7 +153,7 @@ def test_a_run_whose_proof_fails_exits_nonzero_and_says_failed(tmp_path: Path) -
     (tmp_path / "options" / "method").mkdir(parents=True)
     lora = Path(__file__).parents[2] / "conf" / "method" / "lora.yaml"
     (tmp_path / "options/method/forgetful.yaml").write_text(lora.read_text().replace("name: lora", "name: forgetful"))
-    done = glmexp(
+    done = forked(
         *SHORT,
         "--config-dir",
         "options",

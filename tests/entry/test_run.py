@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cli import SHORT, glmexp, metrics, runs, status
+from tests.cli import SHORT, forked, glmexp, metrics, runs, status
 from tests.engine.whole_runs import whole_runs
 from tests.ranks import run_on_ranks
 
@@ -57,9 +57,9 @@ def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
 
 def test_one_seed_gives_bit_equal_losses(tmp_path: Path) -> None:
     losses = []
-    for name in ("one", "two"):
+    for name, start in (("one", glmexp), ("two", forked)):  # forks would share the order of sets
         words = ("train.max_steps=6", "eval=none", "tracker=none", f"run.dir={tmp_path}/{name}")
-        assert glmexp(*words, folder=tmp_path).returncode == 0
+        assert start(*words, folder=tmp_path).returncode == 0
         losses.append([line["train/loss"] for line in metrics(tmp_path / name)])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
@@ -123,13 +123,13 @@ def test_checkpointing_trains_the_same_adapter(side_by_side: Path) -> None:
 def test_an_artifact_acts_in_another_process_and_a_renamed_one_is_refused(tmp_path: Path) -> None:
     rows = _write(tmp_path / "one.jsonl", LAMPS[:1])
     words = (*SHORT, "train.max_steps=60", "optim.lr=5e-3", "train.micro_batch_size=1", "eval=[loss]")
-    trained = glmexp(
+    trained = forked(
         *words, f"data.train_file={rows}", f"data.eval_file={rows}", f"run.dir={tmp_path}/a", folder=tmp_path
     )
     assert trained.returncode == 0, trained.stderr
     before, *_, after = [line["eval/loss/loss"] for line in metrics(tmp_path / "a") if "eval/loss/loss" in line]
     evaluate = ("entry=evaluate", "tracker=none", "eval=[loss]", f"data.eval_file={rows}")
-    again = glmexp(*evaluate, "artifact.path=a/artifact", f"run.dir={tmp_path}/e", folder=tmp_path)
+    again = forked(*evaluate, "artifact.path=a/artifact", f"run.dir={tmp_path}/e", folder=tmp_path)
     assert again.returncode == 0, again.stderr
     (line,), last = metrics(tmp_path / "e"), metrics(tmp_path / "a")[-1]["step"]
     found = line["eval/loss/loss"]
@@ -142,7 +142,7 @@ def test_an_artifact_acts_in_another_process_and_a_renamed_one_is_refused(tmp_pa
     file = tmp_path / "b" / "artifact" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({n.replace("base_model.model.", "base_model.model.module."): t for n, t in tensors.items()}, file)
-    refused = glmexp(*evaluate, "artifact.path=b/artifact", folder=tmp_path)
+    refused = forked(*evaluate, "artifact.path=b/artifact", folder=tmp_path)
     assert refused.returncode == 2
     assert f"{len(tensors)} of its {len(tensors)} keys fit nothing in the model" in refused.stderr
     assert f"{len(tensors)} of the model's {len(tensors)} would stay at their start values" in refused.stderr
@@ -154,19 +154,19 @@ def test_a_planned_stop_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_pat
     data = f"data.train_file={_write(tmp_path / 'lamps.jsonl', LAMPS)}"
     sizes = ("train.micro_batch_size=1", "train.grad_accum=1", "train.epochs=2", "train.save_steps=4")
     common = ("eval=none", "precision=fp32", data, *sizes)
-    first = glmexp(*common, "train.stop_after=6", f"run.dir={tmp_path}/a", folder=tmp_path)
+    first = forked(*common, "train.stop_after=6", f"run.dir={tmp_path}/a", folder=tmp_path)
     assert first.returncode == 0, first.stderr
     assert status(tmp_path / "a")["state"] == "stopped"
     assert "stopped after step 6 (train.stop_after=6)" in first.stdout
     assert not (tmp_path / "a" / "artifact").exists()
     tracker_id = json.loads((tmp_path / "a" / "tracker.json").read_text())["id"]
     (tmp_path / "elsewhere").mkdir()
-    second = glmexp(f"train.resume={tmp_path}/a", folder=tmp_path / "elsewhere")
+    second = forked(f"train.resume={tmp_path}/a", folder=tmp_path / "elsewhere")
     assert second.returncode == 0, second.stderr
     assert "going on from step-6" in second.stdout
     assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 17))
     assert json.loads((tmp_path / "a" / "tracker.json").read_text())["id"] == tracker_id
-    straight = glmexp(*common, "tracker=none", f"run.dir={tmp_path}/b", folder=tmp_path)
+    straight = forked(*common, "tracker=none", f"run.dir={tmp_path}/b", folder=tmp_path)
     assert straight.returncode == 0, straight.stderr
     for name in ("train/loss", "train/lr", "train/epoch"):
         resumed, whole = ([line[name] for line in metrics(tmp_path / run)] for run in ("a", "b"))
@@ -178,7 +178,7 @@ def test_a_planned_stop_goes_on_in_the_folder_and_under_the_tracker_s_id(tmp_pat
 def test_a_sweep_runs_every_trial_on_its_slot_and_says_which_blew_up(tmp_path: Path) -> None:
     """Two of four are not finite, which is a result: the others finish, two at a time, and the exit code says so."""
     words = ("-m", *SHORT, "method.rank=2,4", "optim.lr=1e30,1e-3", "optim.max_grad_norm=null", "train.max_steps=4")
-    done = glmexp(*words, "launcher.slots=2", folder=tmp_path, timeout_s=240)
+    done = forked(*words, "launcher.slots=2", folder=tmp_path, timeout_s=240)
     assert done.returncode == 3, done.stderr
     states = {run.name: status(run)["state"] for run in runs(tmp_path)}
     assert len(states) == 4
@@ -199,7 +199,7 @@ def test_uneven_rows_take_the_same_number_of_steps_on_each_rank(tmp_path: Path) 
     words = (*SHORT, *sizes, f"data.train_file={rows}", f"data.eval_file={rows}", "eval=[loss]")
     evals = {}
     for ranks in (1, 2):
-        done = glmexp(*words, f"launcher.nproc={ranks}", f"run.dir={tmp_path}/{ranks}", folder=tmp_path)
+        done = forked(*words, f"launcher.nproc={ranks}", f"run.dir={tmp_path}/{ranks}", folder=tmp_path)
         assert done.returncode == 0, done.stderr
         evals[ranks] = next(line["eval/loss/loss"] for line in metrics(tmp_path / str(ranks)))
     assert "5 rows, 2 steps an epoch; the last step of an epoch has 1 of 4 rows" in done.stdout
@@ -208,7 +208,7 @@ def test_uneven_rows_take_the_same_number_of_steps_on_each_rank(tmp_path: Path) 
 
 
 def test_a_full_artifact_is_a_checkpoint_that_others_load(tmp_path: Path) -> None:
-    done = glmexp(*SHORT, "gather=full16", f"run.dir={tmp_path}/a", folder=tmp_path)
+    done = forked(*SHORT, "gather=full16", f"run.dir={tmp_path}/a", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import glmexp, metrics, runs
+from tests.cli import forked, metrics, runs
 
 WORDS = ("model=tiny", "precision=fp32", "tracker=none")
 
 
 def evaluated(folder: Path, *words: str) -> tuple[dict[str, float], list[str]]:
-    done = glmexp(
+    done = forked(
         "entry=evaluate", "eval=[loss,generate]", "eval.generate.max_prompts=3", *WORDS, *words, folder=folder
     )
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def evaluated(folder: Path, *words: str) -> tuple[dict[str, float], list[str]]:
 def answered(folder: Path, *words: str) -> list[str]:
     (folder / "p.jsonl").write_text('{"prompt": "12 + 30?"}\n{"prompt": "1 + 1?"}\n{"prompt": "7 + 2?"}\n')
     given = ("generate.prompts_file=p.jsonl", "generate.batch_size=2", "generate.output=a.jsonl")
-    done = glmexp("entry=generate", *given, *WORDS[:2], *words, folder=folder)
+    done = forked("entry=generate", *given, *WORDS[:2], *words, folder=folder)
     assert done.returncode == 0, done.stderr
     return [json.loads(line)["answer"] for line in (folder / "a.jsonl").read_text().splitlines()]
 

@@ -11,7 +11,7 @@ import pytest
 
 from glmexp.entry import smoke, smoke_gates
 from glmexp.entry.smoke_gates import Continued, Gate
-from tests.cli import glmexp, runs, status
+from tests.cli import forked, runs, status
 from tests.config.helpers import config, refusal
 
 MIB = 2**20
@@ -138,7 +138,7 @@ def _gates(run: Path) -> dict[str, Any]:
 
 def test_a_sound_configuration_passes_on_two_ranks(tmp_path: Path) -> None:
     """All gates in one table, the last step again to the bit; the time line beside it; nothing is tracked."""
-    done = glmexp(*WORDS, "smoke.steps=20", "launcher.nproc=2", "zero=stage3", "train.profile=true", folder=tmp_path)
+    done = forked(*WORDS, "smoke.steps=20", "launcher.nproc=2", "zero=stage3", "train.profile=true", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = runs(tmp_path)
     result = _gates(run)
@@ -200,7 +200,7 @@ def test_planted_faults_fail_their_gates_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "options" / "method").mkdir(parents=True)
     lora = Path(__file__).parents[2] / "conf" / "method" / "lora.yaml"
     (tmp_path / "options/method/faulty.yaml").write_text(lora.read_text().replace("name: lora", "name: faulty"))
-    done = glmexp(
+    done = forked(
         *WORDS, "--config-dir", "options", "method=faulty", "launcher=inprocess", "data.num_workers=0",
         folder=tmp_path,
         GLMEXP_PLUGINS="faulty_plugin", PYTHONPATH=f"{tmp_path}:{Path(__file__).parents[2]}",
@@ -221,7 +221,7 @@ def test_planted_faults_fail_their_gates_and_no_other(tmp_path: Path) -> None:
 
 def test_a_learning_rate_of_1e30_fails_the_gate_of_the_loss(tmp_path: Path) -> None:
     words = ("method=full", "optim.lr=1e30", "optim.max_grad_norm=null", "launcher=inprocess")
-    done = glmexp(*WORDS, *words, folder=tmp_path)
+    done = forked(*WORDS, *words, folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     (run,) = runs(tmp_path)
     result = _gates(run)

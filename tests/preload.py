@@ -1,0 +1,18 @@
+"""What the server of forked ranks and commands imports once (see ``tests/ranks.py``): all that a run would."""
+
+import gc
+import os
+
+from glmexp.launcher.environment import set_defaults
+
+GIVEN = dict(os.environ)
+set_defaults()  # as a rank does before libraries read these variables
+DEFAULTS = {name: value for name, value in os.environ.items() if name not in GIVEN}
+
+import peft  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401 - what an optimizer's first step imports
+
+import glmexp.entry.train  # noqa: E402, F401
+import tests.engine.cells  # noqa: E402, F401
+
+gc.freeze()  # forks share what is not touched
