@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
@@ -70,7 +71,8 @@ def _made(config: RunConfig, unfinished: Path | None) -> Path:
                 )
             )
         shutil.rmtree(folder)
-        print(f"run.overwrite=true: the run in {folder} is gone, a new one takes its place", flush=True)
+        # Not on standard output, where entry=plan and doctor may write JSON alone.
+        print(f"run.overwrite=true: the run in {folder} is gone, a new one takes its place", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -59,7 +59,7 @@ def test_a_run_that_is_overwritten_is_told_of(tmp_path: Path, capsys: pytest.Cap
     words = ["tracker=none", f"run.dir={tmp_path}/run", "run.overwrite=true"]
     place = folder.make(run_config(words))
     (place / "metrics.jsonl").touch()
-    assert capsys.readouterr().out == "", "there was none"
+    assert capsys.readouterr().err == "", "there was none"
     assert [*folder.make(run_config(words)).glob("metrics.jsonl")] == []
     told = f"run.overwrite=true: the run in {place} is gone, a new one takes its place\n"
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().err == told
