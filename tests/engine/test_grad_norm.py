@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +11,8 @@ from deepspeed.runtime.zero import stage_1_and_2
 
 from glmexp.engine import distributed, grad_norm, run_ahead
 from tests.engine.cells import STEPS, _engine, _train, configure, rows
+from tests.engine.streams import Streams
 from tests.ranks import run_on_ranks
-
-
-class Stream:
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self._told = name, told
-
-    def wait_stream(self, other: Stream) -> None:
-        self._told.append(f"{self.name} waits for {other.name}")
-
-
-class Streams:
-    """DeepSpeed's accelerator as one with streams: writes down what waits for what."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator, self._named, self.on = accelerator, {}, "compute"
-        self.told: list[str] = []
-
-    def resolves_data_dependency(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        self.told.append("the host waits")
-
-    def current_stream(self) -> Any:
-        return self.named(self.on)
-
-    def named(self, name: str) -> Any:
-        return self._named.setdefault(name, Stream(name, self.told))
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self.on = self.on, stream.name
-        yield
-        self.on = before
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
 
 
 def order_of_streams(engine: Any, config: Any) -> tuple[list[str], list[str]]:

@@ -16,43 +16,21 @@ from glmexp.engine import run_ahead
 from glmexp.engine.loop import Loop
 from glmexp.launcher import positions
 from tests.engine.cells import _engine, _train, configure, rows
+from tests.engine.streams import Streams
 from tests.ranks import run_on_ranks
 
 
-class Stream:
-    """Writes down whom it waits for."""
-
-    def __init__(self, name: str, asked: list[str]) -> None:
-        self.name, self.asked = name, asked
-
-    def wait_stream(self, other: Stream) -> None:
-        self.asked.append(f"{self.name} waits for {other.name}")
+def device() -> Streams:
+    return Streams(SimpleNamespace(name=lambda: "device"))
 
 
-class Device:
-    """An accelerator that writes down what it is asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.reductions = Stream("reductions", self.asked)
-
-    def synchronize(self) -> None:
-        self.asked.append("the host waits")
-
-    def current_stream(self) -> Stream:
-        return Stream("stream", self.asked)
-
-    def name(self) -> str:
-        return "device"
-
-
-BOTH_WAYS = ["reductions waits for stream", "stream waits for reductions"]
+BOTH_WAYS = ["reductions waits for compute", "compute waits for reductions"]
 """As the wait of a host does: without ``zero.contiguous_gradients`` a reduction reads gradients behind no other one."""
 
 
 def test_streams_are_ordered_in_place_of_a_wait_of_the_host() -> None:
-    device = Device()
-    module = SimpleNamespace(get_accelerator=lambda: device)
+    streams = device()
+    module = SimpleNamespace(get_accelerator=lambda: streams)
 
     def reduce(fails: bool) -> str:
         module.get_accelerator().synchronize()
@@ -60,20 +38,20 @@ def test_streams_are_ordered_in_place_of_a_wait_of_the_host() -> None:
             raise RuntimeError("reduction")
         return module.get_accelerator().name()
 
-    ordered = run_ahead.in_order(reduce, module, device.reductions)
+    ordered = run_ahead.in_order(reduce, module, streams.named("reductions"))
     assert ordered(fails=False) == "device"
     with pytest.raises(RuntimeError, match="reduction"):
         ordered(fails=True)
-    assert device.asked == BOTH_WAYS * 2
-    assert module.get_accelerator() is device, "everywhere else the accelerator is itself"
+    assert streams.told == BOTH_WAYS * 2
+    assert module.get_accelerator() is streams, "everywhere else the accelerator is itself"
 
 
 def test_only_the_last_micro_batch_waits_for_its_reductions() -> None:
     """Where sums are made beside the passes; then the memory of a bucket is kept until its reduction has read it."""
-    device, told = Device(), []
-    module = SimpleNamespace(get_accelerator=lambda: device)
+    streams, told = device(), []
+    module = SimpleNamespace(get_accelerator=lambda: streams)
     optimizer = SimpleNamespace(
-        reduction_stream=device.reductions,
+        reduction_stream=streams.named("reductions"),
         bit16_groups=[[]],
         contiguous_gradients=True,
         use_grad_accum_attribute=False,
@@ -89,13 +67,13 @@ def test_only_the_last_micro_batch_waits_for_its_reductions() -> None:
     optimizer.is_gradient_accumulation_boundary = lambda: optimizer.last
     run_ahead.order(optimizer, module)
     optimizer.independent_gradient_partition_epilogue()
-    assert device.asked == []
+    assert streams.told == []
     optimizer.average_tensor(SimpleNamespace(record_stream=lambda one: told.append(f"kept for {one.name}")), "bf16")
     assert told == ["kept for reductions", "average bf16"]
     optimizer.last = True
     optimizer.independent_gradient_partition_epilogue()
     optimizer.finalize_gradient_accumulation_boundary()
-    assert device.asked == [*BOTH_WAYS, BOTH_WAYS[1]]
+    assert streams.told == [*BOTH_WAYS, BOTH_WAYS[1]]
 
 
 def ends_of_micro_batches(*words: str) -> tuple[bool, list[bool]]:
@@ -121,15 +99,15 @@ def test_deepspeed_says_which_micro_batch_is_the_last_one(tmp_path: Path) -> Non
 
 
 def test_stage_3_orders_streams_behind_a_backward_pass_and_asks_no_norm() -> None:
-    device = Device()
-    module = SimpleNamespace(get_accelerator=lambda: device, is_invalid_grad_norm=lambda norm: norm < 0)
+    streams = device()
+    module = SimpleNamespace(get_accelerator=lambda: streams, is_invalid_grad_norm=lambda norm: norm < 0)
 
     def epilogue() -> None:
         if not module.get_accelerator().resolves_data_dependency():
-            device.synchronize()
+            streams.synchronize()
 
-    run_ahead.in_order(epilogue, module, device.reductions, kind=run_ahead._Resolving)()
-    assert device.asked == BOTH_WAYS
+    run_ahead.in_order(epilogue, module, streams.named("reductions"), kind=run_ahead._Resolving)()
+    assert streams.told == BOTH_WAYS
     assert run_ahead.unasked(lambda norm: module.is_invalid_grad_norm(norm), module)(-1.0) is False
     assert module.is_invalid_grad_norm(-1.0), "everywhere else it is asked"
 
