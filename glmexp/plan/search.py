@@ -153,9 +153,10 @@ def _place(base: Change, stage: int, offload: Offload) -> Change:
     config, words = base.config, []
     if stage != config.zero.stage:
         words.append(f"zero=stage{stage}")
-    zero = replace(
-        config.zero, stage=stage, reduce_bucket_size=200_000_000, overlap_comm=True, contiguous_gradients=True
-    )
+    # What the user set stays on the command line; at stage 0 nothing of it is set.
+    zero = replace(config.zero, stage=stage)
+    if config.zero.stage == 0:
+        zero = replace(zero, reduce_bucket_size=200_000_000, overlap_comm=True, contiguous_gradients=True)
     before = kept = config.offload
     if offload[0] is not None:
         kept = replace(kept, optimizer=offload[0], params=offload[1], pin_memory=True)

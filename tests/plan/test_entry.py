@@ -172,10 +172,12 @@ def test_the_cheapest_change_comes_first() -> None:
     assert found[1].host_bytes > 100e9
 
 
-def test_every_proposal_is_a_configuration_that_the_rules_accept() -> None:
-    plan, shape = _plan("model=chatglm3", "method=full", "data.max_length=512", gpu="A100")
+@pytest.mark.parametrize("own", [(), ("zero.reduce_bucket_size=1000000000", "zero.overlap_comm=false")])
+def test_every_proposal_is_a_configuration_that_the_rules_accept(own: tuple[str, ...]) -> None:
+    """And planned as what it is when it is typed behind the user's own words."""
+    words = ["model=chatglm3", "method=full", "data.max_length=512", *own]
+    plan, shape = _plan(*words, gpu="A100")
     for change, _ in search.fitting(plan, shape)[:8]:
-        words = ["model=chatglm3", "method=full", "data.max_length=512"]
         config = run_config([*WORDS, *words, *change.words], ranks=change.ranks)
         again = report.plan_of(config, change.ranks, plan.card, shape)
         assert again.memory.peak == report.plan_of(change.config, change.ranks, plan.card, shape).memory.peak
