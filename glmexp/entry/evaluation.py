@@ -95,6 +95,11 @@ class Evaluation:
             self.record(step, metrics)
         return metrics
 
+    def recall(self, step: int, metrics: dict[str, float]) -> None:
+        """An evaluation of before a resume: the checkpoint of its step does not hold it."""
+        if "eval/loss/loss" in metrics and step not in [one[0] for one in self.history]:
+            self._overfitting(step, metrics["eval/loss/loss"])
+
     def _overfitting(self, step: int, held_out: float) -> list[str]:
         """Words when the held-out loss rises while the training loss falls: the first sign of learning by heart."""
         trained = sum(self.train_losses) / len(self.train_losses) if self.train_losses else None

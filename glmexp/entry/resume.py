@@ -226,12 +226,23 @@ def _changes(found: Found, now: dict[str, Any], here: Session) -> list[str]:
     return lines
 
 
-def evaluated(here: Session, step: int) -> bool:
-    """Whether the records hold an evaluation of ``step``. Collective."""
-    known = False
+def evaluate(keeper: Keeper, evaluation: Evaluation) -> None:
+    """The evaluation that was due at the checkpoint the run goes on from, which was written before it: run now, or
+    taken from the records where the run was ended after it. Collective."""
+    step = keeper.done
+    found = evaluated(keeper.here, step)
+    if found:
+        evaluation.recall(step, found)
+    keeper.judge(step, found or evaluation.run(step, all_hooks=False))
+
+
+def evaluated(here: Session, step: int) -> dict[str, float]:
+    """What the records hold of an evaluation of ``step``; nothing where they hold none. Collective."""
+    known: dict[str, float] = {}
     if here.metrics is not None and here.metrics.path.exists():
-        known = any(name.startswith("eval/") for name in read_metrics(here.metrics.path).get(step, {}))
-    return bool(distributed.from_first(known))
+        line = read_metrics(here.metrics.path).get(step, {})
+        known = {name: value for name, value in line.items() if name.startswith("eval/")}
+    return distributed.from_first(known)
 
 
 def _json_or_none(path: Path) -> Any:

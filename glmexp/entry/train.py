@@ -58,8 +58,8 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
     with explained("evaluation", config, lambda: engine.module, here.planned):
         if done == 0:
             keeper.check_metric(evaluation.run(0, all_hooks=True))
-        elif done < total and evaluation.due(done) and not resume.evaluated(here, done):
-            keeper.judge(done, evaluation.run(done, all_hooks=False))  # the run was ended before it
+        elif done < total and evaluation.due(done):
+            resume.evaluate(keeper, evaluation)
         reason, stop = _loop(here, engine, plan, batches, template, evaluation, keeper, total)
         if reason is not None:
             keeper.saver.close()

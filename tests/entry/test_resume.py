@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -12,6 +14,8 @@ from glmexp.config.errors import ArtifactError, ConfigError, DataError, UserErro
 from glmexp.config.load import dump
 from glmexp.engine.checkpoint import Found
 from glmexp.entry import resume
+from glmexp.entry.evaluation import Evaluation
+from glmexp.tracker.metrics_file import MetricsFile
 from tests.cli import alive, glmexp, metrics, started, status, wait_until
 from tests.config.helpers import config
 from tests.entry.kill_plugin import FILE
@@ -101,6 +105,29 @@ def test_two_kills_leave_no_trace(tmp_path: Path) -> None:
     whole = undisturbed(2, tmp_path / "whole")
     disturbed(2, tmp_path / "killed", ["data:6:1", "eval:9:parent"])
     assert_same(tmp_path / "killed", whole)
+
+
+KEEPS = ("train.save_steps=2", "train.keep_best=eval/loss/loss", "eval.loss.every=2")
+
+
+def test_an_evaluation_that_was_recorded_before_a_kill_is_judged_and_remembered(tmp_path: Path) -> None:
+    """The checkpoint of its step was written before it, perhaps still when it ended: nobody may have crowned it yet."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(4, {"train/loss": 2.0})
+    file.write(4, {"eval/loss/loss": 1.5})
+    here: Any = SimpleNamespace(metrics=file, config=config(*KEEPS))
+    judged, ran = [], []
+    saver: Any = SimpleNamespace(judge=lambda *found: judged.append(found))
+    keeper = resume.Keeper(here, saver, plan=Any, fixed={}, done=4, saved=4)  # type: ignore[arg-type]  # not used
+    evaluation = Evaluation(*[None] * 10)  # type: ignore[arg-type]  # nothing is run
+    evaluation.run = lambda step, all_hooks: ran.append(step) or {"eval/loss/loss": 9.0}  # type: ignore[method-assign]
+    evaluation.train_losses[:] = [3.0, 2.0]
+    resume.evaluate(keeper, evaluation)
+    assert (judged, ran) == ([(4, "eval/loss/loss", 1.5)], [])
+    assert (evaluation.history, evaluation.train_losses) == ([(4, 1.5, 2.5)], [])
+    keeper.done = keeper.saved = 6
+    resume.evaluate(keeper, evaluation)
+    assert (judged[1:], ran) == ([(6, "eval/loss/loss", 9.0)], [6]), "none in the records: run now"
 
 
 def chains(stage: int, kills: int = 20, a_chain: int = 4) -> list[list[str]]:
