@@ -28,6 +28,7 @@ from glmexp.config.arguments import HYDRA_KEYS, Arguments, Given
 from glmexp.config.errors import ConfigError, Problem, first_line
 from glmexp.config.load import BROKEN, MISSING, flatten
 from glmexp.config.nearest import choice, conf_folder, shipped_options, unknown_key, unknown_option
+from glmexp.config.yaml_files import Repository
 
 PRIMARY = "config"
 COMMAND_LINE = "the command line"
@@ -48,6 +49,7 @@ class RecordingLoader(ConfigLoaderImpl):
 
     def __init__(self, config_search_path: Any) -> None:
         super().__init__(config_search_path)
+        self.repository = Repository(config_search_path)
         self.origins: dict[str, Origin] = {}
         self.hydra_keys: dict[str, Origin] = {}
         self.empty: dict[str, Origin] = {}

@@ -6,6 +6,7 @@ under conf/ the defaults. ``docs/options.md`` is this page; a test holds that it
 
 from __future__ import annotations
 
+import functools
 import sys
 import typing
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ def page() -> str:
     return "\n".join(parts)
 
 
+@functools.cache
+def _defaults() -> RunConfig:
+    return run_config([])
+
+
 def _contents(names: list[str]) -> str:
     return " · ".join(f"[{name}](#{name})" for name in names) + "\n"
 
@@ -55,7 +61,7 @@ def _group(group: str, comment: str) -> str:
     lines += ["| option | |", "| --- | --- |"]
     lines += [f"| `{group}={option}` | {_headline(group, option)} |" for option in shipped_options()[group]]
     if group not in (*BY_CODE, *(key.split(".")[0] for key in keys() if _told(key))):
-        lines += ["", hint_of(f"{group}.name", run_config([]))[1]]
+        lines += ["", hint_of(f"{group}.name", _defaults())[1]]
     return "\n".join([*lines, "", *_table(group)])
 
 
@@ -79,7 +85,7 @@ def _table(section: str) -> Iterator[str]:
     if not known:
         return
     yield from ("| key | allowed | unit | default | meaning |", "| --- | --- | --- | --- | --- |")
-    config = run_config([])
+    config = _defaults()
     for key, options in known.items():
         hint, doc = hint_of(key, config)
         deepspeed = ", ".join(f"`{row.path}`" for row in TABLE if row.key == key)

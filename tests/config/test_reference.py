@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+from glmexp.config import reference
 from glmexp.config.nearest import keys, shipped_options
-from glmexp.config.reference import main, page
+from glmexp.config.reference import main
 
+page = functools.cache(reference.page)
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 
 
