@@ -284,7 +284,7 @@ class TrainSection:
     batch_size: Count | None
     """Rows of an optimizer step = micro_batch_size x grad_accum x ranks. Give two, the third is derived."""
     epochs: Annotated[float, Bound(above=0)] | None
-    """Passes over the data. max_steps, where set, ends training earlier."""
+    """Passes over the data. Without effect where max_steps is set."""
     max_steps: Count | None
     """Optimizer steps. Null: epochs decides."""
     seed: Annotated[int, Bound(low=0)]

@@ -179,13 +179,16 @@ def _padding(config: RunConfig, rows: estimate.Lengths) -> str:
     )
 
 
-def _step_plan(config: RunConfig, rows: estimate.Lengths, grouped: bool) -> StepPlan:
+def _step_plan(
+    config: RunConfig, rows: estimate.Lengths, grouped: bool, count: int | None = None, ranks: int = 1
+) -> StepPlan:
+    """Of ``count`` rows; None: of those whose lengths are known."""
     train = config.train
     return StepPlan(
-        rows=len(rows.tokens),
+        rows=len(rows.tokens) if count is None else count,
         micro_batch_size=train.micro_batch_size or MICRO_BATCH_SIZE,
         grad_accum=train.grad_accum or GRAD_ACCUM,
-        ranks=1,
+        ranks=ranks,
         rank=0,
         seed=train.seed,
         shuffle=config.data.shuffle,
@@ -202,11 +205,10 @@ def _run(plan: Plan, rows: estimate.Lengths | None) -> dict[str, Any]:
     steps = train.max_steps
     if steps is None:
         assert rows is not None
-        assert train.epochs is not None, "the rules ask for epochs or max_steps"
-        count = rows.rows
+        count = max(1, rows.rows - (config.data.holdout or 0))
         if config.data.packing:
-            count = math.ceil(rows.rows * float(rows.tokens.mean()) / config.data.max_length)
-        steps = max(1, math.ceil(train.epochs * math.ceil(count / (train.batch_size or 1))))
+            count = math.ceil(count * float(rows.tokens.mean()) / config.data.max_length)
+        steps = _step_plan(config, rows, False, count, plan.ranks).total_steps(train.epochs, None)
     factors = [lr_factor(optim, steps, min(steps - 1, column * steps // CURVE)) for column in range(CURVE)]
     warm = warmup_steps(optim, steps)
     bars = "".join(BARS[min(len(BARS) - 1, int(factor * len(BARS)))] for factor in factors)

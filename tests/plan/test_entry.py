@@ -7,15 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from glmexp.__main__ import main
 from glmexp.config.arguments import parse
 from glmexp.config.compose import Machine, request, run_config
 from glmexp.config.errors import ConfigError
+from glmexp.data import estimate
 from glmexp.engine.out_of_memory import _report
 from glmexp.entry import planned
-from glmexp.entry.plan import _head
+from glmexp.entry.plan import _head, _run
 from glmexp.plan import cards, report, search
 from glmexp.plan.report import Plan, Shape
 
@@ -170,6 +172,14 @@ def test_the_cheapest_change_comes_first() -> None:
     assert found is not None
     assert "offload=optimizer" in found[0].words or "offload=all" in found[0].words
     assert found[1].host_bytes > 100e9
+
+
+def test_the_steps_are_those_that_training_takes() -> None:
+    """0.1 x 30 is 3.0000000000000004, and rows that are held out are not trained on."""
+    plan, _ = _plan("train.micro_batch_size=2", "train.grad_accum=5", "train.epochs=0.1", "data.holdout=7")
+    rows = estimate.Lengths(307, np.full(307, 20), np.full(307, 5), "a test")
+    assert plan.config.train.batch_size == 10
+    assert _run(plan, rows)["steps"] == 3
 
 
 @pytest.mark.parametrize("own", [(), ("zero.reduce_bucket_size=1000000000", "zero.overlap_comm=false")])
