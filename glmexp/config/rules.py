@@ -53,6 +53,8 @@ def warnings(config: RunConfig, explicit: Collection[str] = ()) -> list[str]:
             hooks = ", ".join(config.eval.hooks)
             found.append(f"eval: no held-out rows, so {hooks} will not run; data.eval_file=FILE or data.holdout=ROWS")
         save, last = config.train.save_steps, config.train.max_steps
+        if last is not None and config.train.epochs is not None and "train.epochs" in explicit:
+            found.append(f"train.epochs: without effect, train.max_steps={last} decides")
         if save is not None and last is not None and save > last:
             found.append(f"train.save_steps: {save} is never reached in {last} steps; no checkpoint will be written")
         found += ds_rules.fetching(config, explicit) + ds_rules.gathering(config, explicit)

@@ -293,6 +293,10 @@ def test_an_echo_of_a_wrong_value_is_reported_once() -> None:
 def test_warnings_name_what_will_not_run(rows: str) -> None:
     (warning,) = asked(rows).warnings
     assert warning.startswith("eval: no held-out rows, so loss, generate will not run")
+    assert asked("train.epochs=2", "train.max_steps=9").warnings == [
+        "train.epochs: without effect, train.max_steps=9 decides"
+    ]
+    assert asked("train.epochs=null", "train.max_steps=9").warnings == []
     assert (
         "train.max_steps: without effect under entry=evaluate" in asked("entry=evaluate", "train.max_steps=3").warnings
     )
