@@ -32,7 +32,8 @@ def refuse(plan: Plan) -> None:
     """Raise ConfigError where the run cannot fit on the card that is there, with what would."""
     if plan.card is None or not plan.config.plan.enforce or plan.memory.peak <= SURE * plan.card.memory_bytes:
         return
-    shape = Shape(plan.memory.batch.length, plan.memory.batch.labels / plan.memory.batch.places, 1.0, "")
+    batch = plan.memory.batch
+    shape = Shape(batch.length, batch.labels / batch.places, batch.places / (batch.segments or batch.rows), "")
     found = search.first_that_fits(plan, shape)
     way = "a smaller model, or more GPUs" if found is None else f"{found[0].text} would fit: {report.price(found[1])}"
     raise ConfigError(

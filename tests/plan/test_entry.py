@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -224,6 +225,11 @@ def test_training_refuses_only_what_cannot_fit_by_far() -> None:
     near, _ = _plan("model=chatglm3", "method=lora", gpu="17GB")
     assert not near.fits
     planned.refuse(near)
+    packed, shape = _plan("model=chatglm3", "method=full", "data.max_length=4096", "data.packing=true", gpu="RTX 4090")
+    found = search.first_that_fits(packed, shape)
+    assert found is not None
+    with pytest.raises(ConfigError, match=re.escape(report.price(found[1]))):
+        planned.refuse(packed)
 
 
 def test_out_of_memory_tells_the_terms_of_the_plan() -> None:
