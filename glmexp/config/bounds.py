@@ -22,4 +22,6 @@ Elements = Annotated[int, Bound(low=1, unit="elements")]
 ElementsOrNone = Annotated[int, Bound(low=0, unit="elements")]
 Rate = Annotated[float, Bound(low=0)]
 Seconds = Annotated[float, Bound(above=0, unit="seconds")]
+Seed = Annotated[int, Bound(low=0, high=2**32 - 1)]
+"""What numpy's generator takes."""
 Port = Annotated[int, Bound(low=1, high=65535)]

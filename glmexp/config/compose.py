@@ -118,7 +118,10 @@ class _Composer:
         """Parsed overrides and the groups on the search path; what is wrong with them is noted."""
         given, problems = understand(overrides, self.hydra.config_loader, multirun)
         self.problems.extend(problems)
-        paths = [one.text for one in given if one.key == "hydra.searchpath"]
+        places = [one for one in given if one.key == "hydra.searchpath"]
+        missing = list(hydra_tree.missing_folders(places))
+        self.problems.extend(missing)
+        paths = [] if missing else [one.text for one in places]
         loader = self.hydra.config_loader
         assert isinstance(loader, hydra_tree.RecordingLoader)
         return given, loader.groups(paths)
@@ -271,11 +274,15 @@ class _Composer:
     def sweep_folder(self, master: Tree) -> str:
         try:
             with hydra_tree.hydra_mistakes():
-                return str(Path(master.sweep.dir).expanduser())
+                folder = Path(master.sweep.dir).expanduser()
         except ConfigError as error:
             text = error.problems[0].message.splitlines()[0]
             self.problems.append(Problem("hydra.sweep.dir", text, "hydra.sweep.dir=FOLDER"))
             return ""
+        taken = "is a file" if folder.is_file() else "holds a run" if (folder / "config.yaml").is_file() else None
+        if taken is not None:
+            self.problems.append(Problem("hydra.sweep.dir", f"{folder} {taken}", "another folder: trials lie below it"))
+        return str(folder)
 
     def single_trial(self, texts: list[str], master: Tree) -> RunConfig:
         """One trial: the overrides of the command line and of the grid as one line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from glmexp.config.bounds import Bound, Count, Seconds
+from glmexp.config.bounds import Bound, Count, Seconds, Seed
 
 GOES_ON = ("train", "trainer")
 """Entries whose runs train.resume takes up again."""
@@ -111,7 +111,7 @@ class GenerateSection:
     repetition_penalty: Annotated[float, Bound(above=0)] | None
     """Above 1: what was said already, in prompt or answer, is less likely. Null: off, also where the checkpoint's
     generation_config.json has one."""
-    seed: Annotated[int, Bound(low=0)]
+    seed: Seed
     """Seed of what is drawn."""
 
 

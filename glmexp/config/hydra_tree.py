@@ -131,6 +131,16 @@ def hydra_for(arguments: Arguments) -> Iterator[Hydra]:
         GlobalHydra.instance().clear()
 
 
+def missing_folders(searchpaths: Iterable[Given]) -> Iterator[Problem]:
+    """Places that ``hydra.searchpath`` names and that are not there: Hydra would only pass them by."""
+    for given in searchpaths:
+        value = given.override.value()
+        for place in value if isinstance(value, list) else [value]:
+            folder = str(place).removeprefix("file://")
+            if "://" not in folder and not Path(folder).is_dir():
+                yield Problem(given.key, f"{folder} is no folder", "hydra.searchpath=[DIR], a folder with YAML files")
+
+
 @contextmanager
 def hydra_mistakes() -> Iterator[None]:
     """What Hydra, OmegaConf or the YAML reader refuse becomes a ConfigError with their words."""

@@ -224,6 +224,8 @@ def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         folder = Path(run.dir).expanduser()
         if folder.exists() and not folder.is_dir():
             yield Problem("run.dir", f"{run.dir} is a file", "name a folder")
+        elif (folder / "sweep.json").exists():
+            yield Problem("run.dir", f"{run.dir} holds a sweep", "another folder: a run in it would hide the sweep")
         elif (folder / "config.yaml").exists() and not run.overwrite and resume != AUTO:
             yield Problem(
                 "run.dir",
@@ -257,13 +259,22 @@ def _entry(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     elif resume not in (None, AUTO) and not Path(str(resume)).expanduser().is_dir():
         yield Problem("train.resume", f"{resume} is no folder", "name a run folder or a checkpoint in it, or auto")
     elif resume not in (None, AUTO) and entry == "train":
-        yield from _no_checkpoint(Path(str(resume)).expanduser().absolute())
+        yield from _checkpoints(Path(str(resume)).expanduser().absolute(), config.train.max_steps)
 
 
-def _no_checkpoint(start: Path) -> Iterator[Problem]:
-    """A run folder that has nothing to go on from. Whether a checkpoint is whole is seen when it is read."""
+def _checkpoints(start: Path, last: int | None) -> Iterator[Problem]:
+    """A run folder that has nothing to go on from, or has gone beyond the run's ``last`` step. Whether a checkpoint is
+    whole is seen when it is read."""
     for folder in (start, *start.parents):
         if (folder / "config.yaml").is_file():
+            named = [start] if start.parent == folder / "checkpoints" else (folder / "checkpoints").glob("step-*")
+            steps = [int(one.name[5:]) for one in named if one.name[5:].isdecimal()]
+            if steps and last is not None and max(steps) > last:
+                yield Problem(
+                    "train.max_steps",
+                    f"{last}, and the newest checkpoint to go on from has {max(steps)} steps behind it",
+                    f"{max(steps)} or more, or train.resume=FOLDER/checkpoints/step-<n> of an earlier one",
+                )
             if not any((folder / "checkpoints").glob("step-*")):
                 yield Problem(
                     "train.resume",

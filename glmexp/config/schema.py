@@ -15,6 +15,7 @@ from glmexp.config.bounds import Count as Count
 from glmexp.config.bounds import Elements as Elements
 from glmexp.config.bounds import ElementsOrNone as ElementsOrNone
 from glmexp.config.bounds import Rate as Rate
+from glmexp.config.bounds import Seed as Seed
 from glmexp.config.data_schema import DataSection
 from glmexp.config.entries import (
     DoctorSection,
@@ -98,7 +99,7 @@ class ModelSection:
     """Local folder, hub name, or builtin:<name> for the models that are shipped."""
     init: Literal["pretrained", "random"]
     """random: no weights are read, for dry runs and benchmarks; a small tokenizer where path is no folder."""
-    init_seed: Annotated[int, Bound(low=0)]
+    init_seed: Seed
     """Seed of the random weights: the same on every device and for every number of ranks."""
     sizes: Sizes
     """Sizes of the network with init=random."""
@@ -287,7 +288,7 @@ class TrainSection:
     """Passes over the data. Without effect where max_steps is set."""
     max_steps: Count | None
     """Optimizer steps. Null: epochs decides."""
-    seed: Annotated[int, Bound(low=0)]
+    seed: Seed
     """Order of rows, initial values of what is added, dropout."""
     gradient_checkpointing: bool
     """Compute activations again in the backward pass in place of storing them."""
@@ -333,7 +334,7 @@ class SweepSection:
     """When a sweep is taken up again: run trials that ended like this once more. Empty: their outcome stands."""
     trials: Count | None
     """Trials of a search, all starts of it together. Null in a grid, which has as many as it has combinations."""
-    seed: Annotated[int, Bound(low=0)] | None
+    seed: Seed | None
     """Seed of the choices of a search. Null in a grid."""
 
 

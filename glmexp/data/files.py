@@ -102,6 +102,19 @@ def raise_all(path: str, problems: list[Problem]) -> None:
     raise DataError(*problems[:SHOWN_PROBLEMS], *more)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys stand once: Python's reader would keep the last value and say nothing."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
 def parse_block(block: Block, encoding: str) -> list[Record | Fault]:
     """Records and faults of a block whose bytes were found to be in ``encoding`` (``DataFile.line_encoding``)."""
     if block.text is None:
@@ -113,7 +126,7 @@ def parse_block(block: Block, encoding: str) -> list[Record | Fault]:
         if not line.strip("\ufeff \t\r\n\v\f"):
             continue
         try:
-            parsed.append(Record(number, json.loads(line)))
+            parsed.append(Record(number, _DECODER.decode(line)))
         except ValueError as error:
             parsed.append(Fault(number, f"broken JSON: {_reason(error)}", _REPAIR))
         except RecursionError:
@@ -186,7 +199,11 @@ def line_blocks(file: DataFile) -> Iterator[Block]:
 
 def json_object(file: DataFile) -> Iterator[Record | Fault]:
     """A file that is one JSON object: the rows that it wraps, or itself (SQuAD)."""
-    value = json.loads(whole_text(file))
+    text = whole_text(file)
+    try:
+        value = _DECODER.decode(text)
+    except ValueError as error:  # that it is JSON was seen before
+        raise _broken(file, text, 0, str(error)) from error
     rows = value.get("data") if isinstance(value, dict) else None
     plain = isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows)
     if isinstance(rows, list) and plain and not any("paragraphs" in row or "qas" in row for row in rows):
@@ -201,7 +218,6 @@ def json_array(file: DataFile) -> Iterator[Record | Fault]:
     Raises DataError where it is broken: the rest of an array cannot be read past that.
     """
     text = whole_text(file)
-    decoder = json.JSONDecoder()
     line, counted, number = 1, 0, 0
     position = _skip(text, text.index("[") + 1)
     if text[position : position + 1] == "]":
@@ -209,7 +225,7 @@ def json_array(file: DataFile) -> Iterator[Record | Fault]:
     while True:
         line, counted = line + text.count("\n", counted, position), position
         try:
-            value, position = decoder.raw_decode(text, position)
+            value, position = _DECODER.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise _broken(file, text, error.pos, error.msg) from error
         except ValueError as error:  # a number with too many digits

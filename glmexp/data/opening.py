@@ -29,11 +29,32 @@ def open_file(path: str, encoding: str | None) -> DataFile:
         head = stream.read(files.BLOCK_BYTES)
     if head.startswith(b"PAR1"):
         return DataFile(name, "Parquet", file, "utf-8")
+    _refuse_wrapped(name, head)
     encoding = encoding or "utf-8"
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
         encoding = "utf-8-sig"
     kind, separator = _look(name, file, head, encoding)
     return DataFile(name, kind, file, encoding, separator)
+
+
+_WRAPPED = (
+    (b"\x1f\x8b", "is compressed by gzip", "unpack it: gzip -dk FILE"),
+    (b"PK\x03\x04", "is a zip archive", "unpack it: unzip FILE"),
+    (b"BZh", "is compressed by bzip2", "unpack it: bzip2 -dk FILE"),
+    (b"\xfd7zXZ", "is compressed by xz", "unpack it: xz -dk FILE"),
+    (b"\x28\xb5\x2f\xfd", "is compressed by zstd", "unpack it: zstd -dk FILE"),
+    (b"version https://git-lfs", "is a pointer of Git LFS, not the file itself", "git lfs pull, or download the file"),
+    (b"<!doctype html", "is a web page", "download the file itself"),
+    (b"<html", "is a web page", "download the file itself"),
+)
+
+
+def _refuse_wrapped(name: str, head: bytes) -> None:
+    """What stands where rows were meant and is not text of rows: said as what it is, not as broken JSON."""
+    start = head[:64].lstrip().lower() if head[:64].lstrip()[:1] == b"<" else head
+    for mark, found, way_out in _WRAPPED:
+        if start.startswith(mark):
+            raise DataError(Problem(name, found, way_out))
 
 
 def resolve(path: str) -> Path:

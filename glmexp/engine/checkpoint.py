@@ -205,11 +205,12 @@ class Saver:
 
     def _failure(self, error: BaseException) -> str:
         kept = files.steps(self.run_folder)
-        rest = f"the last whole one is step {kept[-1]}, which train.resume takes up" if kept else "there is none before"
+        rest = f"the last whole one is step {kept[-1]}" if kept else "there is none before"
+        way = f"train.resume={self.run_folder}" if kept else "the same line with run.overwrite=true or another run.dir"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         return (
             f"the checkpoint of step {self._step} could not be written to {self.run_folder / files.FOLDER}: {reason}; "
-            f"{rest}. Make room there (train.keep_checkpoints is {self.keep}), then train.resume={self.run_folder}"
+            f"{rest}. Make room there (train.keep_checkpoints is {self.keep}), then {way}"
         )
 
 

@@ -41,12 +41,14 @@ class Screen:
         for name, value in facts.items():
             self._console.print(f"  {name:<{width}}  {value}", markup=False)
 
-    def answers(self, rows: Sequence[tuple[str, str, str, str]]) -> None:
-        """Table of (prompt, expected, base's answer, tuned answer)."""
+    def answers(self, rows: Sequence[tuple[str, str, str, str]], first: int) -> None:
+        """Table of (prompt, expected, answer before training, tuned answer). ``first``: the step of the former, 0 for
+        the base; another one in a run that was taken up."""
         if not self.active or not rows:
             return
-        table = Table(title="held-out prompts: base against tuned", title_justify="left")
-        for column in ("prompt", "expected", "base", "tuned"):
+        before = "base" if first == 0 else f"step {first}"
+        table = Table(title=f"held-out prompts: {before} against tuned", title_justify="left")
+        for column in ("prompt", "expected", before, "tuned"):
             table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(*(_short(cell) for cell in row))

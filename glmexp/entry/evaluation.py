@@ -155,9 +155,10 @@ class Evaluation:
         )
 
     def best_table(self, first: int, last: int, most: int = 6) -> list[tuple[str, str, str, str]]:
-        """Rows (prompt, expected, answer at ``first``, answer at ``last``) for the terminal; empty without answers."""
+        """Rows (prompt, expected, answer at ``first``, answer at ``last``) for the terminal; empty without answers, and
+        where a run was taken up that had no step left: there is nothing to hold them against."""
         before, after = self.answers.get(first), self.answers.get(last)
-        if not before or not after:
+        if not before or not after or first == last:
             return []
         return [
             (one["prompt"], one["expected"], one["generated"], two["generated"])

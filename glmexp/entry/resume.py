@@ -100,6 +100,7 @@ def begin(
     done = found.step if found is not None else 0
     if found is not None:
         same_run(found, fixed)
+        within(found, plan.total_steps(config.train.epochs, config.train.max_steps))
         assert config.train.grad_accum is not None, "derived before the run starts"
         checkpoint.load(engine, found, config.train.seed, config.train.grad_accum)
         evaluation.history[:] = [tuple(one) for one in found.state["evaluation"]["history"]]
@@ -188,6 +189,18 @@ def same_run(found: Found, now: dict[str, Any]) -> None:
                 f"the base is another one: its frozen weights have the digest {now['base']}, those of {found.folder} "
                 f"had {before['base']}",
                 "name the model that the run began with",
+            )
+        )
+
+
+def within(found: Found, total: int) -> None:
+    """A run of ``total`` steps cannot go on from a later one: its results would be those of other weights."""
+    if found.step > total:
+        raise ConfigError(
+            Problem(
+                "train.resume",
+                f"{found.folder} has {found.step} steps behind it, and this run ends after {total}",
+                f"train.max_steps={found.step} or more, or train.resume=FOLDER/checkpoints/step-<n> of an earlier one",
             )
         )
 

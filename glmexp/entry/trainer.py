@@ -105,6 +105,7 @@ class _Life(TrainerCallback):
         if self.found is not None:
             _same_engine(self.found, self.here.config)
             resume.same_run(self.found, self.fixed)
+            resume.within(self.found, self.total)
             self.evaluation.history[:] = [tuple(one) for one in self.found.state["evaluation"]["history"]]
             self.evaluation.train_losses[:] = self.found.state["evaluation"]["train_losses"]
 

@@ -269,7 +269,7 @@ def _prove_and_close(here: Session, end: Finished) -> None:
     """Rank 0, alone: the proof, the table of answers, the last lines."""
     with here.closing_on_failure():
         result = proof.run_fresh(here.folder, end.faults)
-    here.screen.answers(end.evaluation.best_table(end.first, end.last))
+    here.screen.answers(end.evaluation.best_table(end.first, end.last), end.first)
     here.screen.lines(
         [
             f"proof: {result['tensors']} trained tensors moved and reload exactly; a fresh process gives the live "

@@ -175,6 +175,19 @@ def test_a_folder_that_holds_a_run_is_refused_unless_overwrite_or_resume_is_aske
     assert "holds no checkpoint: there is no checkpoints/step-<n> in it" in refusal(f"train.resume={folder}")
     (folder / "checkpoints" / "step-3").mkdir(parents=True)
     assert config(f"train.resume={folder}").train.resume == str(folder)
+    said = "train.max_steps: 2, and the newest checkpoint to go on from has 3 steps behind it"
+    assert said in refusal(f"train.resume={folder}", "train.max_steps=2")
+    (folder / "checkpoints" / "step-1").mkdir()
+    earlier = folder / "checkpoints" / "step-1"
+    assert config(f"train.resume={earlier}", "train.max_steps=2").train.max_steps == 2
+    assert f"hydra.sweep.dir: {folder} holds a run" in refusal("-m", "method.rank=2,4", f"hydra.sweep.dir={folder}")
+    (tmp_path / "sweep.json").touch()
+    assert f"run.dir: {tmp_path} holds a sweep" in refusal(f"run.dir={tmp_path}")
+
+
+def test_a_search_path_that_is_not_there_is_no_silent_key(tmp_path: Path) -> None:
+    assert f"hydra.searchpath: {tmp_path}/none is no folder" in refusal(f"hydra.searchpath=[{tmp_path}/none]")
+    assert config(f"hydra.searchpath=[{tmp_path}]").method.name == "lora"
 
 
 def test_the_launchers_local_rank_is_dropped_wherever_it_stands() -> None:

@@ -66,3 +66,26 @@ def test_an_answer_that_stands_outside_of_a_list_is_one_answer_not_its_letters(
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"context": "In Paris.", "question": "Where?", **answers}) + "\n")
     assert [answer for _, answer in pairs(read_rows(str(file), ANY, format="squad"))] == ["Paris"]
+
+
+@pytest.mark.parametrize("wrap", ["{}\n", "[{}]", '{{"data": [{}]}}'])
+def test_of_a_key_that_stands_twice_no_value_is_chosen_without_a_word(wrap: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(wrap.format('{"instruction": "q", "output": "a", "output": "b"}'), encoding="utf-8")
+    with pytest.raises(DataError, match=r"rows\.json:1: broken JSON: the key 'output' stands twice in one object"):
+        read_rows(str(file))
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (b"\x1f\x8b\x08\x00", "is compressed by gzip"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a pointer of Git LFS, not the file itself"),
+        (b"\n<!DOCTYPE html><html>", "is a web page"),
+    ],
+)
+def test_what_is_no_file_of_rows_is_named_as_what_it_is(head: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(head)
+    with pytest.raises(DataError, match=said):
+        read_rows(str(file))

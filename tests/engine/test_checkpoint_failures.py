@@ -19,7 +19,7 @@ def test_a_bad_save_leaves_the_earlier_checkpoint_and_says_why(tmp_path: Path) -
     assert full.startswith(
         f"the checkpoint of step 4 could not be written to {tmp_path}/run/checkpoints: File too large"
     )
-    assert "the last whole one is step 2, which train.resume takes up" in full
+    assert "the last whole one is step 2. Make room there" in full
     assert found["after the full disk"] == ((2, []), []), "nothing of the broken save stays"
     step, (note,) = found["truncated"]
     assert (step, "step-4 is damaged: rank-0.safetensors has 1,000 bytes, " in note) == (2, True), note

@@ -214,3 +214,11 @@ def test_steps_place_and_tracker_may_change_and_a_moved_file_of_the_same_rows() 
     found = Found(Path("checkpoints/step-3"), {**_state(), "step": 3}, [])
     later = dump(config("train.max_steps=9", "train.save_steps=2", "tracker=none", "zero=stage3", "data.num_workers=0"))
     resume.same_run(found, {**_state(files={"moved.jsonl": "a" * 64}), "config": later})
+
+
+def test_a_run_that_ends_before_its_checkpoint_is_refused_and_not_recorded_as_fewer_steps() -> None:
+    found = Found(Path("checkpoints/step-12"), {**_state(), "step": 12}, [])
+    resume.within(found, 12)
+    with pytest.raises(ConfigError) as caught:
+        resume.within(found, 8)
+    assert "checkpoints/step-12 has 12 steps behind it, and this run ends after 8" in caught.value.report()
