@@ -12,7 +12,12 @@ DEFAULTS = {name: value for name, value in os.environ.items() if name not in GIV
 import peft  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401 - what an optimizer's first step imports
 
-import glmexp.entry.train  # noqa: E402, F401
+import glmexp.entry.train  # noqa: E402
+import glmexp.method.lora  # noqa: E402, F401
 import tests.engine.cells  # noqa: E402, F401
+from glmexp.launcher.ranks import gpu_count  # noqa: E402
+
+if gpu_count() == 0:  # else it might touch one, which no fork could use any more
+    import deepspeed  # noqa: F401
 
 gc.freeze()  # forks share what is not touched

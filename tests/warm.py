@@ -35,8 +35,12 @@ from tests.ranks import forked
 
 MODULES = ("glmexp", "glmexp.worker", "glmexp.entry.proof", "glmexp.entry.verify", "glmexp.entry.parity")
 # Read when a library is imported, or before Python begins.
-AT_IMPORT = ("CUDA", "DS_", "HF_", "HOME", "HUGGING", "KINETO", "KMP_", "LANG", "LC_", "LD_", "MKL_", "OMP_",
-             "PYTHONHASH", "PYTHONPROFILE", "PYTHONUTF8", "TOKENIZERS", "TORCH_", "TRANSFORMERS", "XDG_")  # fmt: skip
+AT_IMPORT = (
+    *("CUDA", "DS_", "HF_", "HOME", "HUGGING", "KINETO", "KMP_", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHONHASH"),
+    *("PYTHONPROFILE", "PYTHONUTF8", "TOKENIZERS", "TORCH_CPP_", "TRANSFORMERS", "XDG_"),
+)
+THREADS = "OMP_NUM_THREADS"
+"""Is set anew in a fork; where nobody has set it, a rank does so before it imports torch."""
 _FIRST_FD = 300  # above what the server holds: files on their way to the numbers that they had
 
 _STAND_IN = """#!{python} -IS
@@ -44,7 +48,10 @@ import json, os, signal, sys
 words, real = sys.argv[1:], {python!r}
 env = dict(os.environ)
 seen = {{**{defaults!r}, **{{name: env[name] for name in env if name.startswith({at_import!r})}}}}
-if len(words) < 2 or words[0] != "-m" or words[1] not in {modules!r} or seen != {seen!r}:
+given = dict({seen!r})
+if {threads!r} in seen:
+    given[{threads!r}] = seen[{threads!r}]
+if len(words) < 2 or words[0] != "-m" or words[1] not in {modules!r} or seen != given:
     os.execv(real, [real, *words])
 import array, socket
 files = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -104,8 +111,8 @@ def _serve(real: str, path: str) -> None:
     listening.bind(f"{path}.socket")
     listening.listen(64)
     text = _STAND_IN.format(
-        python=real, defaults=DEFAULTS, seen=seen, at_import=AT_IMPORT, modules=MODULES, first=_FIRST_FD,
-        signals=_HANDED_ON, address=f"{path}.socket",
+        python=real, defaults=DEFAULTS, threads=THREADS, seen=seen, at_import=AT_IMPORT, modules=MODULES,
+        first=_FIRST_FD, signals=_HANDED_ON, address=f"{path}.socket",
     )  # fmt: skip
     waking, woken = os.pipe()
     for end in (waking, woken):
@@ -191,10 +198,13 @@ def _become(files: list[int], numbers: list[int]) -> None:
 
 def _run(words: list[str], path: str) -> int:
     """``python -m MODULE WORDS`` in this process; its exit code."""
+    import torch
+
     module, *arguments = words
     sys.argv, sys.executable = [module, *arguments], path
     sys.path[:0] = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     random.seed()
+    torch.set_num_threads(int(os.environ.get(THREADS, "1")))
     sys.modules.pop(module if module != "glmexp" else "glmexp.__main__", None)  # it becomes __main__
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -17,7 +17,7 @@ from glmexp.engine.host import MIB, SwapWatch, used_bytes
 from glmexp.launcher import environment, needs
 from glmexp.launcher.environment import usable_cores
 from glmexp.launcher.needs import Host
-from tests.cli import SHORT, glmexp, metrics, runs
+from tests.cli import SHORT, forked, glmexp, metrics, runs
 from tests.engine.cells import Trace, configure, engine_loop
 from tests.ranks import run_on_ranks
 
@@ -65,7 +65,7 @@ def test_a_leaf_module_that_the_network_has_not_is_refused() -> None:
 def test_a_run_says_which_optimizer_steps_on_the_host(tmp_path: Path) -> None:
     cores = usable_cores()
     words = (*SHORT, "method=lora", "zero=stage2", "offload=optimizer")
-    done = glmexp(*words, folder=tmp_path, OMP_NUM_THREADS=str(cores))
+    done = forked(*words, folder=tmp_path, OMP_NUM_THREADS=str(cores))
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("warning: offload.optimizer: torch's AdamW steps on the host")
@@ -91,14 +91,14 @@ def test_without_a_compiler_the_fall_back_is_said_and_an_asked_for_op_is_refused
         "CXX": "",
         "OMP_NUM_THREADS": str(usable_cores()),
     }
-    done = glmexp(*words, folder=tmp_path, **more)
+    done = forked(*words, folder=tmp_path, **more)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert "torch's AdamW steps on the host in place of DeepSpeedCPUAdam" in line
     assert "a C++ compiler (c++ or g++) is not on PATH (install one (Debian: apt-get install g++))" in line
     assert "offload=none" in line
     assert "ds_opt_adam" not in done.stdout + done.stderr
-    refused = glmexp(*words, "offload.adam=deepspeed", f"run.dir={tmp_path}/refused", folder=tmp_path, **more)
+    refused = forked(*words, "offload.adam=deepspeed", f"run.dir={tmp_path}/refused", folder=tmp_path, **more)
     assert refused.returncode == 2
     assert "offload.adam: needs DeepSpeed's cpu_adam op, which is compiled here, and a C++ compiler" in refused.stderr
     assert "else offload.adam=torch (torch's AdamW on the host, slower), or offload=none" in refused.stderr

@@ -16,7 +16,7 @@ from glmexp.engine.checkpoint import Found
 from glmexp.entry import resume
 from glmexp.entry.evaluation import Evaluation
 from glmexp.tracker.metrics_file import MetricsFile
-from tests.cli import alive, glmexp, metrics, started, status, wait_until
+from tests.cli import alive, forked, metrics, started, status, wait_until
 from tests.config.helpers import config
 from tests.entry.kill_plugin import FILE
 
@@ -59,7 +59,7 @@ def held_out(run: Path) -> dict[int, float]:
 
 def undisturbed(stage: int, folder: Path) -> Path:
     """The run that all others are held against."""
-    done = glmexp(*line(stage, folder), folder=folder.parent)
+    done = forked(*line(stage, folder), folder=folder.parent)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -81,7 +81,7 @@ def disturbed(stage: int, folder: Path, kills: list[str]) -> None:
         assert _killed(marks) == before + 1, f"{kill} did not strike:\n{out}\n{err}"
         assert process.returncode != 0
         assert status(folder)["state"] != "finished"
-    done = glmexp(*line(stage, folder), folder=marks)
+    done = forked(*line(stage, folder), folder=marks)
     assert done.returncode == 0, f"{kills}\n{done.stdout}\n{done.stderr}"
 
 

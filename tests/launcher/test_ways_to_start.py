@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from glmexp.config.errors import EXIT_STOPPED
-from tests.cli import SHORT, alive, environment, glmexp, metrics, runs, started, status, wait_until
+from tests import warm
+from tests.cli import SHORT, alive, environment, forked, glmexp, metrics, runs, started, status, wait_until
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m")
 LONG = ("train.max_steps=100000", "eval=none", "tracker=none", "precision=fp32")
@@ -93,7 +94,7 @@ def test_tasks_of_srun_are_ranks_and_a_mistake_ends_them_all_at_once(tmp_path: P
 
 def test_inprocess_is_the_same_run(tmp_path: Path) -> None:
     own = glmexp(*SHORT, "launcher=inprocess", f"run.dir={tmp_path}/in", folder=tmp_path)
-    other = glmexp(*SHORT, "launcher.nproc=1", f"run.dir={tmp_path}/out", folder=tmp_path)
+    other = forked(*SHORT, "launcher.nproc=1", f"run.dir={tmp_path}/out", folder=tmp_path)
     assert (own.returncode, other.returncode) == (0, 0), own.stderr + other.stderr
     losses = [[line["train/loss"] for line in metrics(tmp_path / name)] for name in ("in", "out")]
     assert losses[0] == losses[1]
@@ -198,7 +199,7 @@ def test_ending_the_parent_leaves_no_process(number: signal.Signals, tmp_path: P
 def test_the_failing_rank_speaks_first(tmp_path: Path) -> None:
     """numerics: a rank's own error, not the broken connections that follow from it; status says failed."""
     words = ("method=full", "optim.lr=1e30", "optim.max_grad_norm=null", "train.max_steps=30", "train.save_steps=1")
-    done = glmexp(*LONG[1:], *words, "launcher.nproc=2", folder=tmp_path)
+    done = forked(*LONG[1:], *words, "launcher.nproc=2", folder=tmp_path)
     assert done.returncode == 1
     first_line = done.stderr.strip().splitlines()[0]
     assert "NonFiniteError" in first_line, done.stderr
@@ -215,7 +216,7 @@ def test_a_users_mistake_found_in_the_ranks_exits_2_without_traceback_or_folder(
     """Behind the first block of the file, which the parent has looked at."""
     rows = '{"prompt": "a", "response": "b"}\n' * 40_000
     (tmp_path / "broken.jsonl").write_text(rows + '{"prompt": \n', encoding="utf-8")
-    done = glmexp(*SHORT, "data.train_file=broken.jsonl", "launcher.nproc=2", folder=tmp_path)
+    done = forked(*SHORT, "data.train_file=broken.jsonl", "launcher.nproc=2", folder=tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert done.stderr.count("broken.jsonl:40001") == 1, "said once, not by every rank"
@@ -229,7 +230,7 @@ def test_six_launches_of_four_ranks_give_six_folders(tmp_path: Path) -> None:
     """Two at a time: they start within the same second. (Twenty of them passed as well: the parent holds its port.)"""
 
     def launch(_: int) -> int:
-        return glmexp(*SHORT, "train.max_steps=1", "launcher.nproc=4", folder=tmp_path, timeout_s=300).returncode
+        return forked(*SHORT, "train.max_steps=1", "launcher.nproc=4", folder=tmp_path, timeout_s=300).returncode
 
     with ThreadPoolExecutor(2) as two:
         codes = Counter(two.map(launch, range(6)))
@@ -241,7 +242,7 @@ def test_six_launches_of_four_ranks_give_six_folders(tmp_path: Path) -> None:
 def test_two_runs_of_the_same_second_have_two_folders(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "glmexp", *SHORT, f"optim.lr={lr}"],
+            [warm.python(), "-m", "glmexp", *SHORT, f"optim.lr={lr}"],
             cwd=tmp_path,
             env=environment(),
             stdout=subprocess.DEVNULL,

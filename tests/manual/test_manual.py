@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import warm
 from tests.cli import environment
 from tests.manual.blocks import CODE, COMMANDS, ROOT, SHELL, Block, blocks, pages, skipped, spans
 from tests.manual.commands import commands, fault, syntax
@@ -63,6 +64,10 @@ RELEASED = {
 }
 
 
+REAL = ("README.md", "docs/quickstart.md", "CONTRIBUTING.md")
+"""Pages whose commands start as a reader's do, with nothing loaded before."""
+
+
 def prepare(folder: Path) -> None:
     """What the manual takes for granted in the reader's folder: rows, folders of released models."""
     for name in ("rows.json", "eval.json"):
@@ -89,6 +94,8 @@ def runs(block: Block, folder: Path) -> str | None:
     """Run a block as it stands. Returns what it printed where it fails."""
     words = ["bash", "-euo", "pipefail", "-c"] if block.language in SHELL else [sys.executable, "-c"]
     env = environment(PYTHONPATH=str(ROOT))
+    if block.page not in REAL:
+        env["PATH"] = f"{Path(warm.python()).parent}:{env['PATH']}"
     done = subprocess.run(
         [*words, block.text], cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
     )
