@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -110,8 +111,9 @@ def from_hub(path: str) -> tuple[str, Path, str]:
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "glmexp" / found._fingerprint
     if not (folder / "rows.parquet").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        found.to_parquet(str(folder / "part"))
-        (folder / "part").rename(folder / "rows.parquet")
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # every rank comes here, perhaps at the same time
+            found.to_parquet(str(Path(own) / "part"))
+            (Path(own) / "part").replace(folder / "rows.parquet")
     return path, folder, found._fingerprint
 
 

@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from glmexp.config.errors import DataError
+from glmexp.data import tables
 from tests.cli import glmexp
 
 from .fakes import pairs, read_rows
@@ -61,6 +62,31 @@ def test_a_hub_data_set_is_read_by_split(tmp_path: Path, monkeypatch: pytest.Mon
         read_rows(f"hub:{folder}:nosuch")
     with pytest.raises(DataError, match="names no split of a hub data set"):
         read_rows("hub:owner/name")
+
+
+def test_two_ranks_that_fetch_a_hub_data_set_at_once_do_not_write_into_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    parquet(folder, "train.parquet", question=["1", "2"], answer=["a", "b"])
+    plain, others = datasets.Dataset.to_parquet, []
+
+    def to_parquet(rows: Any, path: str) -> Any:
+        written = plain(rows, path)
+        if not others:  # the other rank came while this one wrote, and is done first
+            others.append(path)
+            others.append(tables.from_hub(f"hub:{folder}:train"))
+        return written
+
+    monkeypatch.setattr(datasets.Dataset, "to_parquet", to_parquet)
+    found = tables.from_hub(f"hub:{folder}:train")
+    assert found == others[1]
+    assert [file.name for file in found[1].iterdir()] == ["rows.parquet"]
+    assert pairs(read_rows(f"hub:{folder}:train")) == [("1", "a"), ("2", "b")]
 
 
 @pytest.mark.parametrize(
