@@ -17,6 +17,8 @@ HIDDEN = "<hidden>"
 VARIABLE = "GLMEXP_SECRETS"
 """Dotted keys and values that config.yaml does not hold, as JSON, in the environment of a run's processes."""
 _SECRET = re.compile(r"(token|secret|password|passwd|credentials?|api_?key)$", re.IGNORECASE)
+_SPECIAL = re.compile(r"(?<![a-z])(pad|eos|bos|unk|mask|sep|cls)_token['\"]?\s*[=:]?\s*$", re.IGNORECASE)
+"""A vocabulary's special token (``model.pad_token``), which is no secret."""
 _URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
 _ASSIGNED = re.compile(
     r"(?<![\w])((?:\w+[._-])*\w*(?:token|secret|passwo?r?d|api_?key|access_key)['\"]?\s*[=:]\s*)(['\"]?)([^\s'\",}]+)",
@@ -28,6 +30,8 @@ _SHORTEST = 6
 
 def is_secret(name: str) -> bool:
     """Whether what has this name is not to be written: a word of the name says so (not ``add_tokens``)."""
+    if _SPECIAL.search(name):
+        return False
     words = re.split(r"[._-]", name)
     return any(_SECRET.search(word) for word in words) or words[-1].lower() == "key"
 
@@ -36,7 +40,7 @@ def redacted(tree: Any) -> Any:
     """A copy of a plain tree without its secrets."""
     if isinstance(tree, Mapping):
         return {
-            name: HIDDEN if isinstance(value, str) and is_secret(str(name)) else redacted(value)
+            name: HIDDEN if value and isinstance(value, str) and is_secret(str(name)) else redacted(value)
             for name, value in tree.items()
         }
     if isinstance(tree, (list, tuple)):
@@ -52,7 +56,11 @@ def text(words: str, environ: Mapping[str, str] = os.environ) -> str:
                 words = words.replace(secret, HIDDEN)
         elif is_secret(name) and len(value) >= _SHORTEST:
             words = words.replace(value, HIDDEN)
-    return _ASSIGNED.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}", _URL.sub(HIDDEN, words))
+    return _ASSIGNED.sub(_hide, _URL.sub(HIDDEN, words))
+
+
+def _hide(found: re.Match[str]) -> str:
+    return found[0] if _SPECIAL.search(found[1]) else f"{found[1]}{found[2]}{HIDDEN}"
 
 
 def hand_on(tree: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ) -> None:

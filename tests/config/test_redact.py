@@ -27,6 +27,8 @@ from tests.config.helpers import config, refusal
         ("num_key_value_heads", False),
         ("TOKENIZERS_PARALLELISM", False),
         ("monkey", False),
+        ("pad_token", False),
+        ("model.pad_token", False),
     ],
 )
 def test_a_name_tells_a_secret(name: str, secret: bool) -> None:
@@ -62,6 +64,19 @@ def test_texts_lose_values_of_variables_urls_and_assignments() -> None:
         environ,
     )
     assert told == "key <hidden>; https://<hidden>@host/x; api_key=<hidden> 'password': '<hidden>'; max_new_tokens=12 x"
+
+
+def test_a_vocabularys_special_token_is_no_secret() -> None:
+    asked = config("model=tiny_qwen2", "model.pad_token=eos")
+    assert redact.redacted(dump(asked))["model"]["pad_token"] == "eos"
+    told = "model.pad_token: 'eos2' is no token; pad_token=eos2"
+    assert redact.text(told + " hf_token=eos2", {}) == f"{told} hf_token=<hidden>"
+
+
+def test_an_empty_secret_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(redact.VARIABLE, "{}")
+    redact.hand_on(dump(config("launcher.env.HF_TOKEN=''")))
+    assert redact.text("step 3") == "step 3"
 
 
 def test_failures_and_logs_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
