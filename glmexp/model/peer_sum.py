@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ class PeerMemory:
             parts, residuals = torch.randn(shape, generator=chance, device=self.device, dtype=self.dtype)
             dist.broadcast(residuals, 0)
             weight = residuals[0, 0].clone()
-            pairs = zip(parts, residuals, strict=True)
-            found = [self.sum(part, residual, weight, 1e-5, trial=True) for part, residual in pairs]
+            found = _agreed(partial(self._trial, parts, residuals, weight))
+            if found is None:
+                return False
             total, normed = (torch.stack(tensors) for tensors in zip(*found, strict=True))
             exact = parts.float()
             dist.all_reduce(exact)
@@ -93,6 +95,11 @@ class PeerMemory:
             if not _all(right):
                 return False
         return True
+
+    def _trial(self, parts: Tensor, residuals: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """``sum`` of each call's rows. The first one compiles, which may fail on one rank alone."""
+        pairs = zip(parts, residuals, strict=True)
+        return [self.sum(part, residual, weight, 1e-5, trial=True) for part, residual in pairs]
 
 
 memory: PeerMemory | None = None

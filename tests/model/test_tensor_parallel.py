@@ -56,6 +56,15 @@ class Summing(peer_sum.PeerMemory):
         return total, peer_sum.rms_norm(total, weight, epsilon)
 
 
+class Failing(Summing):
+    """Rank 1's kernel cannot be compiled; the other's waits for it in vain."""
+
+    def sum(self, part: Any, residual: Any, weight: Any, epsilon: float = 0.0, trial: bool = False) -> Any:
+        if self.rank:
+            raise RuntimeError("no compiler here")
+        return part * float("nan"), part
+
+
 def trials(rank: int) -> None:
     """All ranks go the same way, whichever of them finds a fault."""
     right = Summing(rank, 0.0, 0)
@@ -65,6 +74,9 @@ def trials(rank: int) -> None:
         wrong = Summing(rank, fault, first)
         assert peer_sum._agreed(wrong.is_right) is None
         assert wrong.calls == calls, "over with the first round that is wrong on any rank"
+
+    assert peer_sum._agreed(Failing(rank, 0.0, 0).is_right) is None
+    assert peer_sum.words() == f"sums by gloo ({'RuntimeError: no compiler here' if rank else 'another rank cannot'})"
 
     def fails() -> bool:
         if rank:
