@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, Problem, UserError
+from glmexp.config.streams import show_everything
 
 if TYPE_CHECKING:
     from glmexp.config.arguments import Arguments
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code: 0, 2 for the user's mistakes, 1 for failures while running."""
     words = list(sys.argv[1:] if argv is None else argv)
+    show_everything()
     try:
         return _main(words)
     except UserError as error:

@@ -16,6 +16,7 @@ from glmexp.config import redact
 from glmexp.config.errors import EXIT_USER_MISTAKE
 from glmexp.config.load import read
 from glmexp.config.schema import RunConfig
+from glmexp.config.streams import show_everything
 from glmexp.launcher import failures, folder, handover, local, positions, start, stopping
 from glmexp.launcher.environment import set_defaults
 
@@ -104,6 +105,7 @@ def _of_parent(words: list[str]) -> int:
 
 if __name__ == "__main__":
     _die_with_parent()
+    show_everything()
     try:
         code = _of_parent(sys.argv[1:])
     except SystemExit as ended:

@@ -15,6 +15,7 @@ from glmexp.compare.pairs import differences, scores
 from glmexp.compare.runs import Run, read_all
 from glmexp.compare.table import table
 from glmexp.config.errors import EXIT_USER_MISTAKE, ConfigError, Problem, UserError
+from glmexp.config.streams import show_everything
 
 _EPILOG = """Keys are those of config.yaml, results those of the table; the end of one suffices where no other has it.
 results: the last value of each eval/ metric and of train/loss; best/loss and best/step; perf/tokens_per_s (median of
@@ -25,6 +26,7 @@ docs/compare.md says more. Exit codes: 0; 2 where the command line or a folder i
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     options = parser().parse_args(argv)
+    show_everything()
     try:
         _compare(options)
     except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -162,10 +163,11 @@ class Table:
 
 
 def table(runs: Sequence[Run], together: bool = True) -> Table:
-    """Rows of runs. together: runs that differ in nothing but the seed become one."""
-    groups: dict[str, list[Run]] = {}
-    for number, run in enumerate(runs):
-        groups.setdefault(_group(run) if together else str(number), []).append(run)
+    """Rows of runs. together: runs that differ in the seed, and in nothing but the seed, become one."""
+    groups: dict[tuple[str, int], list[Run]] = {}
+    places = _groups(runs) if together else [("", number) for number in range(len(runs))]
+    for place, run in zip(places, runs, strict=True):
+        groups.setdefault(place, []).append(run)
     rows = [Row("", group) for group in groups.values()]
     swept = list(dict.fromkeys(key for run in runs for key in run.swept if compared(key)))
     keys = _differing([row.config for row in rows], swept)
@@ -176,7 +178,19 @@ def table(runs: Sequence[Run], together: bool = True) -> Table:
     return Table(named, keys, [key for key in swept if key in keys or key == SEED], versions)
 
 
-def _group(run: Run) -> str:
+def _groups(runs: Sequence[Run]) -> list[tuple[str, int]]:
+    """Of each run a group, equal for runs that differ in the seed alone. A seed that was run again begins another
+    group, finished runs first: what came out twice the same would pass for a small spread over seeds."""
+    met: Counter[tuple[str, str]] = Counter()
+    found: dict[int, tuple[str, int]] = {}
+    for number in sorted(range(len(runs)), key=lambda place: runs[place].state != FINISHED):
+        text, seed = _but_the_seed(runs[number]), as_text(runs[number].config.get(SEED))
+        found[number] = (text, met[text, seed])
+        met[text, seed] += 1
+    return [found[number] for number in range(len(runs))]
+
+
+def _but_the_seed(run: Run) -> str:
     """Equal for runs that differ in the seed alone."""
     config = {key: value for key, value in described(run).items() if key != SEED}
     return json.dumps(config, sort_keys=True, ensure_ascii=True, default=str)

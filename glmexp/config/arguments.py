@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from hydra.errors import HydraException
 
 from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.nearest import keys, nearest, shipped_options
+from glmexp.config.quoting import for_shell, quoted
 
 _LOCAL_RANK = re.compile(r"--local[_-]rank(=.*)?")
 _HARMLESS = re.compile(r"[^\x00-\x7f]|[~&;!^<>`]")
@@ -171,22 +171,10 @@ def _parsed(parser: OverridesParser, text: str) -> Override:
         raise
 
 
-def quoted(value: str) -> str:
-    """``value`` in the quotes of Hydra's grammar, read back as itself."""
-    inner = re.sub(r"(\\*)'", lambda match: match[1] * 2 + "\\'", value)
-    inner = re.sub(r"(\\+)$", lambda match: match[1] * 2, inner)
-    return f"'{inner}'"
-
-
 def _quoted_list(value: str) -> str:
     """``[a,b]`` with its texts in quotes, those that have some put anew."""
     texts = [re.sub(r"(['\"])(.*)\1", r"\2", one.strip()) for one in value[1:-1].split(",")]
     return f"[{','.join(map(quoted, texts))}]"
-
-
-def for_shell(word: str) -> str:
-    """One shell word; in double quotes where that is enough, since the value itself stands in single ones."""
-    return f'"{word}"' if not re.search(r'["$`\\!]', word) else shlex.quote(word)
 
 
 def _grammar_problem(text: str) -> Problem:

@@ -26,6 +26,7 @@ from glmexp.config.facts import Facts as Facts
 from glmexp.config.families import FAMILIES
 from glmexp.config.inherit import AUTO, best_trial
 from glmexp.config.load import UnusableValueError
+from glmexp.config.quoting import typed
 from glmexp.config.schema import RunConfig
 
 Rule = Callable[[RunConfig, Facts], Iterator[Problem]]
@@ -230,7 +231,8 @@ def _run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             yield Problem(
                 "run.dir",
                 f"{run.dir} already holds a run",
-                f"another folder, run.overwrite=true to replace it, or train.resume={run.dir} to go on with it",
+                "another folder, run.overwrite=true to replace it, or "
+                f"{typed('train.resume', run.dir)} to go on with it",
             )
     elif run.overwrite:
         yield Problem("run.overwrite", "without effect: without run.dir each run has a new folder", "run.dir=FOLDER")

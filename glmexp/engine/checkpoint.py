@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from glmexp.config.errors import ArtifactError, Problem
+from glmexp.config.quoting import typed
 from glmexp.engine import checkpoint_files as files
 from glmexp.engine import distributed, rng, states
 from glmexp.engine.checkpoint_files import Entry
@@ -206,7 +207,11 @@ class Saver:
     def _failure(self, error: BaseException) -> str:
         kept = files.steps(self.run_folder)
         rest = f"the last whole one is step {kept[-1]}" if kept else "there is none before"
-        way = f"train.resume={self.run_folder}" if kept else "the same line with run.overwrite=true or another run.dir"
+        way = (
+            typed("train.resume", self.run_folder)
+            if kept
+            else "the same line with run.overwrite=true or another run.dir"
+        )
         reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         return (
             f"the checkpoint of step {self._step} could not be written to {self.run_folder / files.FOLDER}: {reason}; "

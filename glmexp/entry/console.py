@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,15 @@ _FILE_WIDTH = 160
 """Columns of a table where there is no terminal."""
 
 
+class _Console(Console):
+    """rich's own would end the process with exit code 1 and without a word."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(
+            errno.EPIPE, "nobody reads standard output any more (head has seen enough, or tee is gone)"
+        )
+
+
 class Screen:
     """The terminal of rank 0; on other ranks every call does nothing.
 
@@ -24,7 +34,7 @@ class Screen:
 
     def __init__(self, active: bool) -> None:
         self.active = active
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
+        self._console = _Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
 
     def lines(self, lines: Iterable[str]) -> None:
         """Print lines as they are. The terminal itself breaks long ones, so that a command is copied in one piece."""
@@ -65,7 +75,7 @@ class Screen:
             table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(*map(escape, row))
-        console = self._console if self._console.is_terminal else Console(file=sys.stdout, width=_FILE_WIDTH)
+        console = self._console if self._console.is_terminal else _Console(file=sys.stdout, width=_FILE_WIDTH)
         console.print(table)
 
     def progress(self, total: int, done: int) -> Bar:

@@ -15,6 +15,7 @@ from glmexp.config.ds_config import cuts_blocks, gathers_blocks, lower
 from glmexp.config.errors import EXIT_STOPPED
 from glmexp.config.families import FAMILIES
 from glmexp.config.model_rules import attention_kind
+from glmexp.config.quoting import typed
 from glmexp.config.schema import RunConfig
 from glmexp.data.batches import StepPlan
 from glmexp.data.loader import Batches
@@ -177,7 +178,7 @@ def stopped(here: Session, step: int, reason: str, by_signal: bool) -> Stopped:
             [
                 f"stopped after step {step} ({reason}); everything is in {where}",
                 *lines,
-                f"go on: python -m glmexp {entry}train.resume={where}",
+                f"go on: python -m glmexp {entry}{typed('train.resume', where)}",
             ]
         )
     phase("stopped")
@@ -280,13 +281,14 @@ def _prove_and_close(here: Session, end: Finished) -> None:
     tracker_lines = here.close_tracker("finished")
     write_status(here.folder, "finished", steps=end.last, peak_bytes=peak_memory_bytes())
     where = relative(here.folder)
+    named = typed("artifact.path", where)
     here.screen.lines(
         [
             f"everything lies in {where}: metrics.jsonl, config.yaml, ds_config.json, samples/, artifact/, proof.json",
             *tracker_lines,
             "next:",
-            f"  python -m glmexp entry=evaluate artifact.path={where}   # the artifact alone, on held-out rows",
-            f"  python -m glmexp entry=generate artifact.path={where}   # a chat with it",
+            f"  python -m glmexp entry=evaluate {named}   # the artifact alone, on held-out rows",
+            f"  python -m glmexp entry=generate {named}   # a chat with it",
             "  python -m glmexp method=ptuning zero=stage3   # another method, partitioned weights",
             "  python -m glmexp -m +experiments=rank_and_bucket   # a sweep, grouped in wandb",
         ]

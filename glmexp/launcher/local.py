@@ -16,6 +16,7 @@ from types import FrameType
 
 from glmexp.config.entries import GOES_ON
 from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED
+from glmexp.config.quoting import typed
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import failures, folder, positions, rendezvous
 from glmexp.launcher.positions import BEAT_S, Watch
@@ -167,7 +168,7 @@ class Ranks:
         # A machine that does not share the folder has no status.
         state = folder.read_status(run_folder)["state"] if (run_folder / folder.STATUS).exists() else ""
         if state == "stopped":
-            print(f"stopped: train.resume={run_folder} goes on, or the same line with train.resume=auto")
+            print(f"stopped: {typed('train.resume', run_folder)} goes on, or the same line with train.resume=auto")
             return EXIT_STOPPED
         if self._asked is not None:
             if state in ("starting", "running"):

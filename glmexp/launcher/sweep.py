@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from glmexp.config import redact
 from glmexp.config.compose import Request
 from glmexp.config.errors import EXIT_FAILURE, EXIT_STOPPED, EXIT_UNUSABLE, ConfigError, Problem
+from glmexp.config.quoting import typed
 from glmexp.config.schema import RunConfig, SweepSection
 from glmexp.config.sweep import Swept, folder_name, in_sweep
 from glmexp.launcher import folder, search, slots, slurm, summary, taking_up, trials
@@ -259,9 +261,9 @@ class _Sweep:
         rest = f"; {', '.join(words)}" if words else ""
         print(f"\nsweep {self.swept.folder}: {counts[FINISHED]} of {total} trials finished{rest}")
         print(f"table: {os.path.relpath(summary.write_csv(self.state, self.settings))}")
-        print(f"compare: python -m glmexp.compare {os.path.relpath(self.state.root)}", flush=True)
+        print(f"compare: python -m glmexp.compare {shlex.quote(os.path.relpath(self.state.root))}", flush=True)
         if self.signals or counts[STOPPED]:
-            print(f"to go on: the same line with hydra.sweep.dir={self.swept.folder}", file=sys.stderr)
+            print(f"to go on: the same line with {typed('hydra.sweep.dir', self.swept.folder)}", file=sys.stderr)
         return self._exit_code(counts, total)
 
     def _exit_code(self, counts: Mapping[str, int], total: int) -> int:

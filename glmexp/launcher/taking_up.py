@@ -15,6 +15,7 @@ from typing import Any
 from glmexp.config import redact
 from glmexp.config.compose import Request
 from glmexp.config.errors import ConfigError, Problem
+from glmexp.config.quoting import typed
 from glmexp.config.schema import RunConfig
 from glmexp.config.sweep import Swept, folder_name
 from glmexp.launcher import folder, trials
@@ -53,9 +54,10 @@ def _tell_unfinished(parent: Path, line: list[str]) -> None:
             older = trials.read(file.parent)
         open_trials = [one for one in older.trials if one.state not in OUTCOMES] if older is not None else []
         if older is not None and open_trials and older.line == line:
+            place = os.path.relpath(file.parent)
             print(
-                f"note: {os.path.relpath(file.parent)} is an unfinished sweep of this line ({len(open_trials)} of "
-                f"{len(older.trials)} trials left); hydra.sweep.dir={os.path.relpath(file.parent)} goes on with it",
+                f"note: {place} is an unfinished sweep of this line ({len(open_trials)} of "
+                f"{len(older.trials)} trials left); {typed('hydra.sweep.dir', place)} goes on with it",
                 file=sys.stderr,
             )
             return

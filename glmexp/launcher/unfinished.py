@@ -12,6 +12,7 @@ from glmexp.config.errors import ConfigError, Problem
 from glmexp.config.identity import identifying, identity
 from glmexp.config.inherit import AUTO, CHECKPOINTS, changed
 from glmexp.config.load import dump, read, shown
+from glmexp.config.quoting import typed
 from glmexp.config.schema import RunConfig
 from glmexp.launcher import folder
 
@@ -62,7 +63,7 @@ def by_name(config: RunConfig) -> str | None:
         other = changed(dump(there), now)
         if all(one.startswith(f"{BATCH}:") for one in other) and _free(run, 0):
             words = "; ".join(_differences(there, config))
-            return f"{run} is unfinished and differs ({words}): train.resume={run} goes on with it"
+            return f"{run} is unfinished and differs ({words}): {typed('train.resume', run)} goes on with it"
     return None
 
 
@@ -97,7 +98,7 @@ def _check(run: Path, config: RunConfig) -> None:
             Problem(
                 "run.dir",
                 f"{run} holds another run ({'; '.join(words) or 'its identity differs'})",
-                f"another folder, or train.resume={run} to go on with it as it is",
+                f"another folder, or {typed('train.resume', run)} to go on with it as it is",
             )
         )
     if folder.read_status(run)["state"] == "finished":
@@ -105,7 +106,7 @@ def _check(run: Path, config: RunConfig) -> None:
             Problem(
                 "train.resume",
                 f"auto: the run in {run} is finished",
-                f"train.resume={run} train.max_steps=N to go on longer, or another folder",
+                f"{typed('train.resume', run)} train.max_steps=N to go on longer, or another folder",
             )
         )
 

@@ -121,6 +121,10 @@ def test_seeds_of_one_configuration_are_one_row_with_mean_and_spread(
     assert "0.6 ± 0.1 (3)" in capsys.readouterr().out
     assert main([str(tmp_path), "--runs", "--csv", str(tmp_path / "t.csv")]) == 0
     assert len(rows_of(tmp_path / "t.csv")) == 5
+    write_run(tmp_path / "a0_again", {SEED: 0}, loss=0.5, answers=False)
+    assert main([str(tmp_path), "--csv", str(tmp_path / "t.csv")]) == 0
+    counts = [row["eval/loss/loss:seeds"] for row in rows_of(tmp_path / "t.csv")]
+    assert sorted(counts) == ["1", "1", "3"], "a seed that is run again is no fourth seed"
 
 
 def test_runs_that_did_not_end_are_shown_as_what_they_are(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shlex
 from pathlib import Path
 
 import pytest
@@ -152,13 +153,17 @@ def test_a_comma_in_a_path_is_not_cut_but_refused_with_the_three_ways_to_write_i
 
 
 def test_a_value_with_quotes_is_shown_in_a_form_that_is_read_back(tmp_path: Path) -> None:
-    from glmexp.config.arguments import quoted
+    from glmexp.config.quoting import quoted, typed
 
     for path in ("it's (1).jsonl", "a\\(1).jsonl", "tail\\", "\\'", 'say "x" = 1'):
         assert config(f"run.name={quoted(path)}" if "\\" not in path and '"' not in path else "run.name=x")
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         assert OverridesParser.create().parse_override(f"run.name={quoted(path)}").value() == path
+        (word,) = shlex.split(typed("run.dir", path))
+        assert OverridesParser.create().parse_override(word).value() == path
+    assert typed("run.dir", "outputs/数据/a-1") == "run.dir=outputs/数据/a-1"
+    assert typed("run.dir", "数据 1") == "\"run.dir='数据 1'\""
 
 
 def test_a_folder_that_holds_a_run_is_refused_unless_overwrite_or_resume_is_asked_for(tmp_path: Path) -> None:
