@@ -15,9 +15,11 @@ import torch._dynamo  # noqa: E402, F401 - what an optimizer's first step import
 import glmexp.entry.train  # noqa: E402
 import glmexp.method.lora  # noqa: E402, F401
 import tests.engine.cells  # noqa: E402, F401
+from glmexp.config.compose import run_config  # noqa: E402
 from glmexp.launcher.ranks import gpu_count  # noqa: E402
 
 if gpu_count() == 0:  # else it might touch one, which no fork could use any more
     import deepspeed  # noqa: F401
 
+run_config([])  # its files and Hydra's plugins
 gc.freeze()  # forks share what is not touched

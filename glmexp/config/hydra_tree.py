@@ -5,9 +5,10 @@ Hydra is asked directly, without ``hydra.main``: no logging is configured, no fo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class RecordingLoader(ConfigLoaderImpl):
 
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         loaded = super()._load_single_config(default, repo)
+        if loaded.config is repo.load_config(default.config_path).config:
+            loaded = replace(loaded, config=copy.deepcopy(loaded.config))  # see yaml_files.Repository
         if default.config_path is not None and not default.config_path.startswith("hydra/"):
             origin = _origin(default.config_path, loaded)
             for key in _keys(loaded.config):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from glmexp.config.compose import run_config
+from glmexp.config.load import dump
 from glmexp.config.nearest import conf_folder
 from glmexp.config.yaml_files import Files
 
@@ -38,3 +40,24 @@ def test_what_is_wrong_is_told_as_before(text: str, tmp_path: Path) -> None:
             read()
         told.append(str(caught.value).replace(str(tmp_path), ""))
     assert told[0] == told[1]
+
+
+def test_nothing_of_a_composition_stays_for_the_next_one(tmp_path: Path) -> None:
+    """Files are kept in memory between compositions: neither overrides nor an edited file may show in another."""
+    study = tmp_path / "experiments" / "mine.yaml"
+    study.parent.mkdir()
+    plain = dump(run_config([]))
+    for steps in (3, 4):
+        study.write_text(f"# @package _global_\ntrain:\n  max_steps: {steps}\nrun:\n  name: mine\n", encoding="utf-8")
+        words = [
+            "--config-dir",
+            str(tmp_path),
+            "+experiments=mine",
+            "optim.lr=0.5",
+            "+launcher.env.A=b",
+            "run.name=one",
+        ]
+        changed = run_config(words)
+        assert (changed.train.max_steps, changed.optim.lr, changed.run.name) == (steps, 0.5, "one")
+        assert run_config(words[:3]).run.name == "mine"
+        assert dump(run_config([])) == plain
