@@ -364,7 +364,7 @@ def _check_shapes(found: Found, now: dict[str, tuple[int, ...]]) -> None:
 
 def forget_after(run_folder: Path, step: int) -> list[str]:
     """On rank 0, going on from ``step``: later checkpoints and cut-off saves belong to a life that is given up."""
-    for path in files.unfinished(run_folder):
+    for path in files.leftovers(run_folder):
         files.discard(path)
     later = [one for one in files.steps(run_folder) if one > step]
     for one in later:

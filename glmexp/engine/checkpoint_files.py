@@ -33,6 +33,8 @@ STATE = "state.json"
 LATEST = "latest"
 BEST = "best.json"
 LAYOUT = 1
+_OLD = ".old"
+"""Ends the name of a checkpoint that is being taken away."""
 _BLOCK = 1 << 24
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 
@@ -138,6 +140,11 @@ def sync_folder(folder: Path) -> None:
 
 def unfinished(run_folder: Path) -> list[Path]:
     """Folders of saves that were cut off."""
+    return [path for path in leftovers(run_folder) if path.suffix != _OLD]
+
+
+def leftovers(run_folder: Path) -> list[Path]:
+    """Those, and of checkpoints that were not taken away to the end."""
     return sorted(path for path in (run_folder / FOLDER).glob(".step-*") if path.is_dir())
 
 
@@ -152,7 +159,7 @@ def prune(run_folder: Path, keep: int) -> None:
 def remove(run_folder: Path, step: int) -> None:
     """Take a checkpoint away: first its name, so that no half of it is ever found."""
     folder = run_folder / FOLDER / step_name(step)
-    gone = folder.with_name(f".{folder.name}.old")
+    gone = folder.with_name(f".{folder.name}{_OLD}")
     shutil.rmtree(gone, ignore_errors=True)
     folder.rename(gone)
     shutil.rmtree(gone)

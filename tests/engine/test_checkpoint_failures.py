@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from glmexp.engine import checkpoint
+from glmexp.engine import checkpoint_files as files
 from glmexp.engine.out_of_memory import Terms, next_change
 from glmexp.plan.cards import GIB
 from tests.engine import cells, failing
@@ -32,6 +34,19 @@ def test_a_bad_save_leaves_the_earlier_checkpoint_and_says_why(tmp_path: Path) -
     assert found["nan"].startswith("weights or moments after optimizer step 6 are not finite (master:")
     assert found["nan before the artifact"].startswith("weights or moments after optimizer step 6 are not finite")
     assert found["steps after nan"] == [2, 4], "spoiled weights are not saved"
+
+
+def test_a_checkpoint_that_was_being_taken_away_is_no_save_that_was_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / files.FOLDER / "step-2").mkdir(parents=True)
+    (tmp_path / files.FOLDER / ".step-6.a9959cce").mkdir()
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # killed before it
+    files.remove(tmp_path, 2)
+    monkeypatch.undo()
+    assert files.unfinished(tmp_path) == [tmp_path / files.FOLDER / ".step-6.a9959cce"]
+    checkpoint.forget_after(tmp_path, 0)
+    assert not list((tmp_path / files.FOLDER).iterdir()), "both are taken away"
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
