@@ -19,6 +19,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -240,7 +241,7 @@ def _bench_run(line: dict[str, Any]) -> Run:
     results: dict[str, float] = {}
     if line.get("kind") == "side":
         name, state = line["side"], "finished"
-        words = [word for word in line["command"].split()[3:] if not word.startswith(("run.", "data.train_file"))]
+        words = [word for word in shlex.split(line["command"])[3:] if not word.startswith(("run.", "data.train_file"))]
         config = flatten(dump(run_config([*words, f"data.train_file={__file__}"], ranks=_ranks(words))))
         results = {name: line[name.rpartition("/")[2]] for name in ("perf/tokens_per_s", "perf/step_s")}
     else:

@@ -23,6 +23,7 @@ import contextlib
 import json
 import random
 import re
+import shlex
 import signal
 import statistics
 import time
@@ -276,7 +277,7 @@ def ratio(speeds: Sequence[float], first: Sequence[float]) -> dict[str, float]:
 
 def _told(command: Sequence[str], work: Path) -> str:
     """The command without this machine's folders."""
-    return _without_folders(" ".join(["python", *command[1:]]), work)
+    return _without_folders(shlex.join(["python", *command[1:]]), work)
 
 
 def _without_folders(text: str, work: Path) -> str:

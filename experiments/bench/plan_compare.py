@@ -190,7 +190,7 @@ def side(line: dict[str, Any]) -> Row:
 
 
 def sides(file: Path) -> list[dict[str, Any]]:
-    """Rows of a bench of speeds that the product's plan is for: stage 2, and stage 3 with blocks fetched as one piece,
+    """Rows of a bench of speeds that the product's plan is for: stages 1 and 2, and 3 with blocks fetched as one piece,
     on GPUs, packed rows of 8,192."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [
@@ -201,7 +201,7 @@ def sides(file: Path) -> list[dict[str, Any]]:
         and line["commit"] not in BEFORE
         and not (line["commit"] in PASSING_BEFORE and "offload.adam=gpu" in line["command"])
         and all(word in line["command"] for word in ("-m glmexp", "data.max_length=8192"))
-        and ("zero=stage2" in line["command"] or "zero=stage3" in line["command"])
+        and any(f"zero=stage{stage}" in line["command"] for stage in (1, 2, 3))
         and not any(word in line["command"] for word in ("zero.leaf_modules", "zero.whole_blocks=false"))
     ]
 

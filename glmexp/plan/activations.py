@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glmexp.config.schema import RunConfig
-from glmexp.plan.shapes import REST, Model, Network, Parameter
+from glmexp.plan.shapes import HEADS, REST, Model, Network, Parameter
 from glmexp.plan.states import low_matrices
 
 LOSS_CHUNK = 1 << 26
@@ -91,7 +91,7 @@ def activations_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) ->
     if kind.checkpointing:
         inputs = [tokens * element * network.hidden * trained.reaches(layer) for layer in range(network.layers)]
         blocks, one_block = sum(inputs), max(by_layer)
-    head_in = batch.labels * element * network.hidden * (bool({"output_layer", "lm_head"} & trained.rest))
+    head_in = batch.labels * element * network.hidden * (bool(trained.rest.intersection(HEADS)))
     logits = batch.labels * element * network.vocab
     chunk = 0 if kind.compiled else 4 * min(LOSS_CHUNK, batch.labels * network.vocab)
     final = sum(_final_norm(trained, model, kind)) * tokens

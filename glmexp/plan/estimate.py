@@ -83,8 +83,10 @@ def kind_of(config: RunConfig, model: Model, on_gpu: bool = True) -> Kind:
     )
 
 
-def memory_of(config: RunConfig, ranks: int, batch: Batch, model: Model | None = None, rank: int = 0) -> Memory:
-    """Memory of a training run: of ``rank``, with micro batches of that shape."""
+def memory_of(
+    config: RunConfig, ranks: int, batch: Batch, model: Model | None = None, rank: int | None = None
+) -> Memory:
+    """Memory of a training run: of ``rank`` (None: the one that takes most), with micro batches of that shape."""
     model = model or model_of(config)
     states = states_of(config, model, ranks, rank)
     kind = kind_of(config, model)
@@ -135,7 +137,7 @@ def _phases(config: RunConfig, states: States, act: Activations, batch: Batch, m
 
 def _in_blocks(states: States, act: Activations, layers: int, before: Terms, reduced: Terms) -> Terms:
     """The worst moment of the blocks' backward pass; ``before``, ``reduced``: what stands before and with gradients."""
-    kept, in_block = {"activations": act.blocks + act.rest}, act.one_block + act.backward
+    kept, in_block = {"activations": act.blocks + act.rest}, act.one_block + act.backward + states.waiting
     moments = [reduced | kept | {"one block": max(in_block, states.largest_gradient + states.on_their_way)}]
     if act.rounding:
         # In the last block's MLP there is no gradient yet where only adapters of attention are trained; in the next

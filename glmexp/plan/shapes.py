@@ -17,6 +17,8 @@ from glmexp.config.schema import ModelSection, RunConfig
 
 REST = -1
 """Layer number of what is in no block."""
+HEADS = ("output_layer", "lm_head")
+"""Modules that are output layers with a weight of their own, not the embedding's."""
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_attention_heads")
 _BLOCK = re.compile(r"\.layers\.(\d+)\.")
 

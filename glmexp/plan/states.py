@@ -25,7 +25,7 @@ from glmexp.config.memory import (
     power_of_two,
 )
 from glmexp.config.schema import RunConfig
-from glmexp.plan.shapes import REST, Model, Parameter
+from glmexp.plan.shapes import HEADS, REST, Model, Parameter
 
 REDUCE_BUCKET, MAX_LIVE, SUB_GROUP, PERSISTENT = 500_000_000, 1_000_000_000, 1_000_000_000, 100_000
 """DeepSpeed's own choices, in elements, where an option is null (``deepspeed/runtime/zero/config.py``)."""
@@ -63,6 +63,9 @@ class States:
     """Copies of gradients while the optimizer steps, beside weights, gradients, masters and moments."""
     largest_gradient: int = 0
     """Bytes of the largest trained tensor's gradient, which stands alone before it is put where it belongs."""
+    waiting: int = 0
+    """Of an output layer's gradient that fits into no bucket: it is added to that of the micro batches before when the
+    last block's first gradient comes."""
     on_their_way: int = 0
     """Copies of that gradient on its way to the host, or to the ranks that own it."""
     early: bool = True
@@ -85,12 +88,13 @@ class States:
         return sum(self.host.values()) + self.pinned_rounding
 
 
-def states_of(config: RunConfig, model: Model, ranks: int, rank: int = 0) -> States:
-    """The states of ``rank`` out of ``ranks``."""
+def states_of(config: RunConfig, model: Model, ranks: int, rank: int | None = None) -> States:
+    """The states of ``rank`` out of ``ranks``; None: of the one that holds most. At stages 1 and 2 the
+    gradient of a tensor that lies in the partitions of two ranks stands whole with both."""
     stage = config.zero.stage
     if stage == 0:
         return _stage0(config, model, ranks)
-    return _stage3(config, model, ranks, rank) if stage == 3 else _stages_1_and_2(config, model, ranks, rank)
+    return _stage3(config, model, ranks) if stage == 3 else _stages_1_and_2(config, model, ranks, rank)
 
 
 def low_matrices(config: RunConfig, model: Model) -> list[Parameter]:
@@ -107,6 +111,10 @@ def frozen_bytes(config: RunConfig, model: Model) -> int:
     copies = 1 if config.precision.base_transposed is False else 2
     high = sum(one.elements for one in model.frozen) - sum(one.elements for one in low)
     return BYTES[config.precision.dtype] * high + sum(copies * one.elements + 4 * one.shape[0] for one in low)
+
+
+def _elements(parameters: Sequence[Parameter]) -> int:
+    return sum(one.elements for one in parameters)
 
 
 def _largest(parameters: Sequence[Parameter]) -> int:
@@ -130,11 +138,15 @@ def _stage0(config: RunConfig, model: Model, ranks: int) -> States:
     )
 
 
-def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
+def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int | None) -> States:
     element, zero = BYTES[config.precision.dtype], config.zero
     groups = [_Flat(group, ranks) for group in model.groups(zero.stage, passes_gpu(config.offload))]
     parts = [group.part for group in groups]
-    own = sum(sum(one.elements for one in group.of(rank)) for group in groups)
+    by_rank = [
+        [one for group in groups for one in group.of(each)] for each in (range(ranks) if rank is None else [rank])
+    ]
+    mine = max(by_rank, key=_elements)
+    own = _elements(mine)
     accumulates = (config.train.grad_accum or GRAD_ACCUM) > 1
     weights = frozen_bytes(config, model) + element * sum(group.padded for group in groups)
     passing = passes_gpu(config.offload)
@@ -144,9 +156,13 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
     largest = element * _largest(model.trained)
     # Stage 1 reduces once a step: until then each gradient is whole.
     more = element * (own if zero.stage == 2 else model.trained_elements) if accumulates and not offloaded else 0
+    heads = [one for one in model.trained if one.layer == REST and one.name.split(".")[-2] in HEADS]
+    in_place = contiguous and zero.stage == 2
+    alone = in_place and more and _largest(heads) > (zero.reduce_bucket_size or REDUCE_BUCKET)
     common = {
         "accumulated": more,
-        "adds_in_place": contiguous and zero.stage == 2,
+        "adds_in_place": in_place,
+        "waiting": element * _largest(heads) if alone else 0,
         "weights": weights,
         "buckets": bucket * (2 if zero.overlap_comm else 1) if contiguous else 0,
         "largest_gradient": largest,
@@ -176,7 +192,7 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
     }
     if accumulates and zero.stage == 2:
         host["gradients so far"] = element * own
-        buffers += [element * one.elements for group in groups for one in group.of(rank)]
+        buffers += [element * one.elements for one in mine]
     return States(
         **common,  # type: ignore[arg-type]
         gradients=largest,  # a buffer on the GPU through which gradients of several micro batches are added
@@ -187,7 +203,7 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int) -> S
     )
 
 
-def _stage3(config: RunConfig, model: Model, ranks: int, rank: int) -> States:
+def _stage3(config: RunConfig, model: Model, ranks: int) -> States:
     element, zero, offload = BYTES[config.precision.dtype], config.zero, config.offload
     part = {one.name: -(-one.elements // ranks) for one in model.parameters}
     trained = sum(part[one.name] for one in model.trained)

@@ -15,7 +15,7 @@ from glmexp.config.memory import BYTES, MASTER, MOMENTS, passes_gpu
 from glmexp.config.schema import RunConfig
 from glmexp.plan.activations import Batch, Kind, Trained, virtual_tokens
 from glmexp.plan.cards import BANDWIDTH, LISTED, Card
-from glmexp.plan.shapes import REST, Model
+from glmexp.plan.shapes import HEADS, REST, Model
 from glmexp.plan.states import States, low_matrices
 
 MATMUL, HEAD, ATTENTION = 1 / 1.472e-15, 1 / 1.3e-15, 1 / 2.985e-15
@@ -41,8 +41,9 @@ PINNED, UNPINNED = 50e9, 10e9
 """Bytes a second between host and GPU."""
 BOTH_WAYS = 48e9
 """The same in each direction where both are used at a time."""
-HIDDEN = 0.7
-"""Share of the reduction of gradients that runs beside the backward pass with ``zero.overlap_comm``."""
+SHOWN = 0.65
+"""Share of its own time by which communication beside the passes makes them longer, since its kernels hold
+multiprocessors that products are cut for: fitted to two H200 at stages 2 and 3."""
 _SHARPNESS = 4
 """How sharply the longer of two things that run beside each other wins."""
 
@@ -102,11 +103,12 @@ def step_of(
     stage, hooks = config.zero.stage, cuts_blocks(config)
     starts = work.passes * (TENSOR_S * _tensors(model) if hooks else PASS_S)
     starts *= COMPILED_SHARE if kind.compiled else 1
-    gathered, reduced = _traffic(config, model, ranks)
-    beside = (on_gpu**_SHARPNESS + starts**_SHARPNESS + (gathered / card.link) ** _SHARPNESS) ** (1 / _SHARPNESS)
+    gathered, reduced = (amount / card.link for amount in _traffic(config, model, ranks))
+    on_gpu += SHOWN * gathered
+    beside = (on_gpu**_SHARPNESS + starts**_SHARPNESS + gathered**_SHARPNESS) ** (1 / _SHARPNESS)
     micro = config.train.grad_accum or GRAD_ACCUM
     times = micro if stage >= 2 else 1
-    shown = 1 - (HIDDEN if config.zero.overlap_comm and stage else 0)
+    shown = SHOWN if config.zero.overlap_comm and stage else 1.0
     trained = model.trained_elements / (ranks if stage else 1)
     optimizer, offload = STEP_S, 0.0
     if config.offload.optimizer is None:
@@ -115,7 +117,7 @@ def step_of(
         offload = _offload(config, model, states, trained, micro)
     if hooks:
         optimizer += UPDATE_TENSOR_S * len(model.trained)
-    return Seconds(micro * (beside + MICRO_S), shown * times * reduced / card.link, optimizer, offload)
+    return Seconds(micro * (beside + MICRO_S), shown * times * reduced, optimizer, offload)
 
 
 def work_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) -> Work:
@@ -146,7 +148,7 @@ def work_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) -> Work:
     if kind.attention == "varlen" and batch.segments:
         seen = tokens // batch.segments
     pairs = tokens * seen / (1 if masked else 2)
-    head_trained = bool({"output_layer", "lm_head", "word_embeddings"} & trained.rest)
+    head_trained = bool(trained.rest.intersection((*HEADS, "word_embeddings")))
     width = 8 * network.hidden + 3 * network.queries + 3 * network.inner
     return Work(
         matmul=matmul,

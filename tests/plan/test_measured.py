@@ -13,13 +13,8 @@ BENCH = Path(__file__).resolve().parents[2] / "experiments" / "bench"
 MEMORY, TIME, HOST = 0.03, 0.15, 0.06
 OFFLOADED = 0.10
 """Copies of gradients on their way to the host overlap as the bus allows: not predicted more exactly than this."""
-LATE = {
-    "qwen2-4-512-freeze-s1-ckpt": 0.17,
-    "lora chatglm3 28 layers, 1 rows of 8192 a rank, blocks, 2 GPUs": 0.17,
-}
+LATE = {"qwen2-4-512-freeze-s1-ckpt": 0.17}
 """Steps that are further off, with the cause in docs/plan.md."""
-LARGER = {"full chatglm3 8 layers, 4 rows of 8192 a rank, stage2, 2 GPUs": 0.04}
-"""Peaks that are further off, with what is known of it in docs/plan.md."""
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +46,14 @@ def test_peaks_and_steps_are_those_that_were_measured(compare: Any, lines: list[
 
 
 def test_hundreds_of_steps_of_other_benches_are_as_planned(compare: Any) -> None:
-    """Nothing was fitted to them: LoRA in bf16 and over a base in fp8, full fine-tuning, states that pass through the
-    GPU, two GPUs at stages 2 and 3."""
+    """Nothing was fitted to them but the share of communication that shows: LoRA in bf16 and over a base in fp8, full
+    fine-tuning, states that pass through the GPU, two GPUs at stages 1 to 3."""
     names = ("fp8_speed", "full_speed", "offload_speed", "two_gpus")
     rows = [compare.side(line) for name in names for line in compare.sides(BENCH / "results" / f"{name}_h200.jsonl")]
     assert len(rows) >= 6
     assert {row.ranks for row in rows} == {1, 2}
     for row in rows:
-        assert abs(row.memory_error) <= LARGER.get(row.case, MEMORY), f"{row.case}: {row.memory_error:+.1%}"
+        assert abs(row.memory_error) <= MEMORY, f"{row.case}: {row.memory_error:+.1%}"
         assert abs(row.time_error) <= LATE.get(row.case, TIME), f"{row.case}: {row.time_error:+.1%}"
 
 
