@@ -20,6 +20,8 @@ MORE_RANKS = (2, 4, 8, 16, 32, 64)
 PER_HOST = 8
 """GPUs of one host, beyond which more ranks are more hosts."""
 SHORTEST = 256
+_LARGE = ("full", "freeze")
+"""Methods that train weights of the network itself."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,14 @@ def _stages(base: Change) -> Iterator[Change]:
         yield _place(base, stage, offload)
 
 
+def _lower(base: Change) -> Iterator[Change]:
+    """Stage 1 in place of 2, which has all of its keys: it holds whole gradients and reduces them once a step. Those of
+    adapters are no matter."""
+    config = base.config
+    if config.zero.stage == 2 and base.ranks > 1 and config.offload.optimizer is None and config.method.name in _LARGE:
+        yield _place(base, 1, (None, None, None))
+
+
 def _place(base: Change, stage: int, offload: Offload) -> Change:
     config, words = base.config, []
     if stage != config.zero.stage:
@@ -177,7 +187,7 @@ def _place(base: Change, stage: int, offload: Offload) -> Change:
 def _fewer(base: Change) -> Iterator[Change]:
     """LoRA in place of a method that trains more."""
     method = base.config.method
-    if method.name not in ("full", "freeze"):
+    if method.name not in _LARGE:
         return
     settings = {"rank": 8, "alpha": 16, "dropout": 0.0, "target_modules": None, "modules_to_save": [], "lr": method.lr}
     lora = registry.option("method", "lora")(name="lora", **settings)  # as conf/method/lora.yaml, but for the rate
@@ -217,7 +227,7 @@ def _combinations(config: RunConfig, ranks: int) -> Iterator[Change]:
     start = Change((), config, ranks)
     train = config.train
     rows = (train.micro_batch_size or MICRO_BATCH_SIZE) * (train.grad_accum or GRAD_ACCUM)
-    for place in (start, *_stages(start)):
+    for place in (start, *_lower(start), *_stages(start)):
         for checkpointing in (False, True) if _may_checkpoint(config) else (False,):
             for micro in (number for number in range(rows, 0, -1) if rows % number == 0):
                 words = []

@@ -104,6 +104,15 @@ def test_without_rates_the_cheapest_changes_come_first_and_of_each_stage_and_off
     assert micro == [8, 4, 2, 1]
 
 
+def test_with_several_micro_batches_stage_1_is_the_faster_one_where_it_fits() -> None:
+    """It reduces whole gradients once a step; those of adapters are too small to tell."""
+    batch = ("data.max_length=8192", "train.micro_batch_size=1", "train.grad_accum=4")
+    full, shape = _plan("model=chatglm3", "method=full", *batch, ranks=2, gpu="H200")
+    assert search.fitting(full, shape)[0][0].words[0] == "zero=stage1"
+    lora, shape = _plan("model=chatglm3", "method=lora", *batch, ranks=2, gpu="H200")
+    assert not any("zero=stage1" in change.words for change, _ in search.fitting(lora, shape))
+
+
 def test_where_the_host_is_too_small_fewer_trained_parameters_and_more_hosts_are_tried() -> None:
     config = run_config([*WORDS, "model=qwen2_72b", "method=full"])
     shape = Shape.unknown(config)
