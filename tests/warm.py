@@ -33,10 +33,13 @@ from typing import NoReturn
 
 from tests.ranks import forked
 
-MODULES = ("glmexp", "glmexp.worker", "glmexp.entry.proof", "glmexp.entry.verify", "glmexp.entry.parity")
+MODULES = (
+    *("glmexp", "glmexp.worker", "glmexp.entry.proof", "glmexp.entry.verify", "glmexp.entry.parity"),
+    "torch.distributed.run",
+)
 # Read when a library is imported, or before Python begins.
 AT_IMPORT = (
-    *("CUDA", "DS_", "HF_", "HOME", "HUGGING", "KINETO", "KMP_", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHONHASH"),
+    *("CUDA", "DS_", "HF_", "HUGGING", "KINETO", "KMP_", "LANG", "LC_", "LD_", "MKL_", "OMP_", "PYTHONHASH"),
     *("PYTHONPROFILE", "PYTHONUTF8", "TOKENIZERS", "TORCH_CPP_", "TRANSFORMERS", "XDG_"),
 )
 THREADS = "OMP_NUM_THREADS"
@@ -45,14 +48,15 @@ _FIRST_FD = 300  # above what the server holds: files on their way to the number
 
 _STAND_IN = """#!{python} -IS
 import json, os, signal, sys
-words, real = sys.argv[1:], {python!r}
+given_words, real = sys.argv[1:], {python!r}
+words = given_words[given_words[:1] == ["-u"] :]
 env = dict(os.environ)
 seen = {{**{defaults!r}, **{{name: env[name] for name in env if name.startswith({at_import!r})}}}}
 given = dict({seen!r})
 if {threads!r} in seen:
     given[{threads!r}] = seen[{threads!r}]
 if len(words) < 2 or words[0] != "-m" or words[1] not in {modules!r} or seen != given:
-    os.execv(real, [real, *words])
+    os.execv(real, [real, *given_words])
 import array, socket
 files = [int(name) for name in os.listdir("/proc/self/fd")]
 files = [number for number in files if number < {first} and os.path.exists("/proc/self/fd/%d" % number)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 import typing
@@ -148,16 +149,22 @@ def defaults_of(key: str) -> dict[str, str]:
     section, *_ = key.split(".")
     found = {}
     for option in shipped_options().get(section, ()):
-        tree = yaml.safe_load((conf_folder() / section / f"{option}.yaml").read_text(encoding="utf-8")) or {}
+        tree = _parsed((conf_folder() / section / f"{option}.yaml").read_text(encoding="utf-8")) or {}
         for candidate in ({section: tree}, tree):  # eval hooks stand under their own name
             value = _at(candidate, key)
             if value is not _ABSENT:
                 found[option] = _shown(value)
                 break
     if not found:
-        value = _at(yaml.safe_load((conf_folder() / "config.yaml").read_text(encoding="utf-8")), key)
+        value = _at(_parsed((conf_folder() / "config.yaml").read_text(encoding="utf-8")), key)
         return {} if value is _ABSENT else {"config": _shown(value)}
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> Any:
+    """A file of options, which is read once for each of its keys."""
+    return yaml.safe_load(text)
 
 
 def _defaults(key: str) -> str:

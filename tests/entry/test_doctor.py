@@ -21,7 +21,7 @@ from glmexp.entry.doctor import table
 from glmexp.launcher import diagnosis
 from glmexp.launcher.diagnosis import Finding
 from glmexp.launcher.machine import Bench, Gpu, Interface, Machine, Torch, parse_gpus, parse_topology, visible
-from tests.cli import environment, glmexp
+from tests.cli import environment, forked, glmexp
 from tests.config.helpers import asked, config, ds_file, refusal
 
 GIB = 2**30
@@ -286,6 +286,6 @@ def test_it_finds_what_is_wrong_here_and_says_so_as_json(tmp_path: Path) -> None
 
 
 def test_ranks_talk_and_their_bandwidth_is_told(tmp_path: Path) -> None:
-    done = glmexp("entry=doctor", "launcher.nproc=2", "tracker=none", folder=tmp_path)
+    done = forked("entry=doctor", "launcher.nproc=2", "tracker=none", folder=tmp_path)
     assert "GB/s bus bandwidth: 2 ranks over gloo, 16 MiB in" in " ".join(done.stdout.split()), done.stderr
     assert not [*tmp_path.iterdir()]

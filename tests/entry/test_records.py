@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.cli import environment, glmexp, metrics, runs
 
 WORDS = ("train.max_steps=2", "eval=[generate]", "eval.generate.max_prompts=2", "eval.generate.max_new_tokens=4")
@@ -28,7 +29,7 @@ def _inspect(offline_run: Path, *words: str) -> str:
 
 
 def test_two_ranks_are_one_tracked_run_with_config_steps_and_answers(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m")
+    torchrun = (warm.python(), "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m")
     words = (*WORDS, "method.rank=4", "zero.reduce_bucket_size=50000000", "tracker.group=study")
     words += ("tracker.artifact=true",)
     done = glmexp(*words, folder=tmp_path, before=torchrun, WANDB_MODE="offline", WANDB_DIR=str(tmp_path / "w"))
@@ -76,7 +77,7 @@ def _dashboard(shown: str) -> None:
 
 def test_a_terminal_without_a_login_is_asked_nothing(tmp_path: Path) -> None:
     parent, child = pty.openpty()
-    words = [sys.executable, "-m", "glmexp", "train.max_steps=2", "eval=none"]
+    words = [warm.python(), "-m", "glmexp", "train.max_steps=2", "eval=none"]
     variables = {**environment(HOME=str(tmp_path)), "TERM": "xterm", "COLUMNS": "120"}
     variables.pop("WANDB_SILENT")
     process = subprocess.Popen(words, cwd=tmp_path, env=variables, stdin=child, stdout=child, stderr=child)

@@ -45,7 +45,7 @@ def test_the_default_run_teaches_the_demo(tmp_path: Path) -> None:
     assert done.stderr == "", "no library warns on the terminal"
     words = ("entry=generate", f"artifact.path={run}", "generate.prompts_file=builtin:demo/eval.jsonl")
     sizes = ("generate.batch_size=16", "generate.max_new_tokens=64")  # as the eval hook has them: bf16 rounds alike
-    again = glmexp(*words, *sizes, f"generate.output={tmp_path}/answers.jsonl", folder=tmp_path)
+    again = forked(*words, *sizes, f"generate.output={tmp_path}/answers.jsonl", folder=tmp_path)
     assert (again.returncode, again.stderr) == (0, "")
     live = max((run / "samples").glob("step-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
     found, expected = (
