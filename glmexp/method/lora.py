@@ -67,7 +67,9 @@ class Lora(Named):
 
     def load(self, folder: Path, model: Any, family: FamilyFacts) -> nn.Module:
         """The base with the adapter from ``folder``. Raises ArtifactError where file and model do not fit exactly."""
-        return peft_files.load(folder, model)
+        loaded = peft_files.load(folder, model)
+        peft_files.check_scale(folder, loaded, self.alpha / self.rank)
+        return loaded
 
     def merged(self, model: Any) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]], Merge]]:
         """See ``method.base.Method.merged``: W + (alpha / rank) B A for each adapted layer, added up in float32."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,18 @@ def load(folder: Path, model: Any) -> nn.Module:
     check_shapes(folder / WEIGHTS, found, expected)
     loaded.load_adapter(str(folder), "default", is_trainable=False, autocast_adapter_dtype=False)
     return loaded
+
+
+def check_scale(folder: Path, loaded: Any, scale: float) -> None:
+    """The factor before B A stands in no tensor, so that no fingerprint vouches for it: each layer must have the one
+    that was trained with. Raises ArtifactError."""
+    from peft.tuners.lora import LoraLayer
+
+    found = {module.scaling["default"] for module in loaded.modules() if isinstance(module, LoraLayer)}
+    other = [one for one in found if not math.isclose(one, scale, rel_tol=1e-6)]
+    if other:
+        text = f"scales the adapter by {other[0]:g}, and it was trained with alpha / rank = {scale:g}"
+        raise ArtifactError(Problem(str(folder / CONFIG), text, "restore lora_alpha, alpha_pattern and use_rslora"))
 
 
 def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:

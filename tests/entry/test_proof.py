@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from glmexp.config.errors import ArtifactError
 from glmexp.entry import proof
+from glmexp.method import peft_files
 from glmexp.model.build import location
 from tests.cli import SHORT, forked, runs, status
 from tests.engine.cells import configure, engine_loop
@@ -75,10 +77,16 @@ def _cut_file(run: Path) -> None:
 
 
 def _other_scale(run: Path) -> None:
-    """All tensors are right, and alpha is not: only the logits tell."""
+    """All tensors are right, and alpha is not."""
     file = run / "artifact" / "adapter_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * 2}))
+
+
+def _other_logits(run: Path) -> None:
+    """The live model gave other logits than the artifact: the network that loads it computes something else."""
+    probe = load_file(run / proof.PROBE)
+    save_file({name: one * 1.5 if name.endswith("logits") else one for name, one in probe.items()}, run / proof.PROBE)
 
 
 def _other_base(run: Path) -> None:
@@ -105,7 +113,8 @@ def _other_base(run: Path) -> None:
         (_swap_layers, "are not as they were trained"),
         (_round, "are not as they were trained"),
         (_cut_file, "cannot be read"),
-        (_other_scale, "logits differ from the live model's"),
+        (_other_scale, "scales the adapter by 4, and it was trained with alpha / rank = 2"),
+        (_other_logits, "logits differ from the live model's"),
         (_other_base, "the base is another one"),
     ],
 )
@@ -168,3 +177,17 @@ def test_a_run_whose_proof_fails_exits_nonzero_and_says_failed(tmp_path: Path) -
     (run,) = runs(tmp_path)
     assert status(run)["state"] == "failed"
     assert json.loads((run / "proof.json").read_text())["passed"] is False
+
+
+def test_an_adapter_whose_scale_was_changed_is_no_longer_what_was_trained(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for changed in ({}, {"lora_alpha": 64}, {"use_rslora": True}, {"alpha_pattern": {"1": 2}}):
+        settings = {"r": 2, "lora_alpha": 4, "target_modules": ["0", "1"], **changed}
+        base = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model = get_peft_model(base, LoraConfig(**settings))
+        if not changed:
+            peft_files.check_scale(tmp_path, model, 2.0)
+            continue
+        with pytest.raises(ArtifactError, match=r"trained with alpha / rank = 2"):
+            peft_files.check_scale(tmp_path, model, 2.0)
