@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +23,9 @@ from glmexp.launcher.stopping import POLITE
 
 RunRank = Callable[[Path, bool], int]
 """(run folder, whether the rank shows its own failures) -> exit code: this process as a rank. See ``worker``."""
+
+WAITS_ALOUD_S = 20.0
+"""Seconds after which a rank that nobody has joined says whom it waits for."""
 
 
 def start(config: RunConfig, run_rank: RunRank) -> int:
@@ -107,13 +111,27 @@ def _stopped_before_it_began(run_folder: Path, rank: int) -> NoReturn:
     os._exit(EXIT_STOPPED)
 
 
+def _tell_waiting(outside: Outside) -> None:
+    print(
+        f"rank {outside.rank} of {outside.world_size} waits for rank 0 at {outside.master_addr}:{outside.master_port}, "
+        f"for {handover.WAIT_S:g} s at most (RANK and WORLD_SIZE say that there is one)",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def follow(outside: Outside, run_rank: RunRank) -> int:
     """Ranks other than 0 under an outside launcher: wait for rank 0's run, then be a rank of it."""
     outside.export()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank sets its own: Python's waits for a bytecode
+    waiting = threading.Timer(WAITS_ALOUD_S, _tell_waiting, [outside])
+    waiting.daemon = True
+    waiting.start()
     try:
         run_folder = handover.take(handover.WAIT_S)
     except rendezvous.RendezvousError as error:
         print(f"rank {outside.rank} of {outside.world_size} failed: {error}", file=sys.stderr)
         return EXIT_FAILURE
+    finally:
+        waiting.cancel()
     return run_rank(run_folder, True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from glmexp.config.errors import ConfigError
-from glmexp.launcher import environment, folder, handover, rendezvous
+from glmexp.launcher import environment, folder, handover, rendezvous, start
 from glmexp.launcher.ranks import Outside
 
 
@@ -121,3 +121,20 @@ def test_what_rank_0_fails_of_ends_the_others_with_its_exit_code(
         thread.join(20)
     assert (ended.value.code, codes) == (2, [2])
     assert "optim.lr: is wrong" in capsys.readouterr().err
+
+
+def test_a_rank_that_waits_for_rank_0_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nobody(timeout_s: float) -> Path:
+        threading.Event().wait(0.2)
+        raise rendezvous.RendezvousError("nobody came")
+
+    monkeypatch.setattr(handover, "take", nobody)
+    monkeypatch.setattr(start, "WAITS_ALOUD_S", 0.01)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(start.signal, "signal", lambda *_: None)
+    assert start.follow(Outside(1, 2, 1, 2, "node0", 29500), lambda folder, shows: 0) == 1
+    waits, failed = capsys.readouterr().err.splitlines()
+    assert waits.startswith("rank 1 of 2 waits for rank 0 at node0:29500, for 600 s at most")
+    assert failed == "rank 1 of 2 failed: nobody came"
