@@ -25,13 +25,19 @@ Job = tuple[Trial, RunConfig]
 
 
 def claimed(asked: Request, swept: Swept, line: list[str]) -> tuple[Request, Path]:
-    """The sweep's folder; a new one that another sweep of the same second has made is left to it."""
+    """The sweep's folder; a new one that another sweep of the same second has made is left to it. Raises ConfigError
+    where none can be made."""
     wanted = Path(swept.folder).absolute()
-    if swept.folder_chosen:
-        wanted.mkdir(parents=True, exist_ok=True)
-        return asked, wanted
-    _tell_unfinished(wanted.parent, line)
-    root = folder.fresh(wanted)
+    if not swept.folder_chosen:
+        _tell_unfinished(wanted.parent, line)
+    try:
+        if swept.folder_chosen:
+            wanted.mkdir(parents=True, exist_ok=True)
+            return asked, wanted
+        root = folder.fresh(wanted)
+    except OSError as error:
+        text = f"{swept.folder} cannot be made: {error.strerror}"
+        raise ConfigError(Problem("hydra.sweep.dir", text, "a folder where this user may write")) from error
     moved = [_moved(trial, wanted, root) for trial in asked.trials]
     name = str(Path(swept.folder).with_name(root.name))
     return dataclasses.replace(asked, trials=moved, sweep=dataclasses.replace(swept, folder=name)), root

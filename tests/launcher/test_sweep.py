@@ -270,3 +270,10 @@ def test_ctrl_c_ends_all_trials_and_the_same_line_goes_on(number: signal.Signals
     assert f"hydra.sweep.dir={root}" in err
     assert run(line) == 0
     assert outcomes(root) == ["finished", "finished"]
+
+
+def test_a_sweep_whose_folder_cannot_be_made_is_a_mistake_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError) as caught:
+        run(["method.rank=1,2", f"hydra.sweep.dir={tmp_path}/file/s"])
+    assert f"hydra.sweep.dir: {tmp_path}/file/s cannot be made: Not a directory" in caught.value.report()
