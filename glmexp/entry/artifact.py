@@ -26,6 +26,17 @@ from glmexp.model.build import load_network
 from glmexp.model.renderer import renderer
 
 FOLDER = "artifact"
+CONFIG = "config.json"
+_NOT_COMPUTED = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "_name_or_path",
+)
+"""Of config.json: names, and what is asked for anew when a model is loaded."""
 _CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "What is 12 + 30?\n一共多少？"},
     {"role": "assistant", "content": "42.\tThat is 四十二。"},
@@ -53,6 +64,8 @@ class Card:
     """``precision.base``: what the frozen layers were rounded to. ``base`` is their digest before that."""
     steps: int | None = None
     """Optimizer steps that it was trained for; None where that is not known."""
+    network: dict[str, Any] | None = None
+    """Of a whole model: what its config.json says of computing, which no tensor vouches for."""
 
     def write(self, folder: Path) -> None:
         """Write the card into the artifact folder."""
@@ -104,8 +117,38 @@ def section(card: Card, folder: Path, base: str | None = None) -> ModelSection:
     """The model section to load an artifact with. ``base``: where the base lies now, if not where it was."""
     found = card.model_section()
     if card.whole:
+        _check_network(card, folder)
         return replace(found, **own_weights(folder))
     return found if base is None else replace(found, path=base)
+
+
+def network_settings(folder: Path) -> dict[str, Any]:
+    """What config.json in ``folder`` says of computing. Raises ArtifactError where it cannot be read."""
+    file = folder / CONFIG
+    try:
+        content = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ArtifactError(Problem(str(file), f"cannot be read: {error}", "restore the file")) from error
+    return {key: value for key, value in content.items() if key not in _NOT_COMPUTED}
+
+
+def _check_network(card: Card, folder: Path) -> None:
+    """Raise ArtifactError where config.json is not as it was written: other settings give other answers."""
+    if card.network is None:  # of a version that did not keep them
+        return
+    found = network_settings(folder)
+    other = [key for key in {**card.network, **found} if found.get(key) != card.network.get(key)]
+    if other:
+        raise ArtifactError(
+            *(
+                Problem(
+                    str(folder / CONFIG),
+                    f"{key} is {found.get(key)!r}, and was {card.network.get(key)!r} when the weights were written",
+                    "restore the file",
+                )
+                for key in other
+            )
+        )
 
 
 def template_digest(family: Family, tokenizer: Any) -> str:
@@ -170,7 +213,7 @@ def write(engine: Any, config: RunConfig, method: Method, tokenizer: Any, run_fo
     )
     if distributed.rank() == 0:
         tokenizer.save_pretrained(folder)
-        card.write(folder)
+        replace(card, network=network_settings(folder) if card.whole else None).write(folder)
     distributed.barrier()
     return card
 
@@ -233,7 +276,7 @@ def load(folder: Path, dtype: torch.dtype, base: str | None = None, rounded: boo
 
 def load_layout(folder: Path, where: ModelSection, dtype: torch.dtype) -> nn.Module:
     """A whole model from its folder, in whichever of the two layouts it lies."""
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if content.get("model_type") != "glm":
         return load_network(where, dtype)
     from transformers import GlmForCausalLM

@@ -243,6 +243,7 @@ def _write_cards(
         base=source.card.base if source.card is not None else "",
         template=artifact.template_digest(source.section.family, tokenizer),
         steps=source.steps,
+        network=artifact.network_settings(folder),
     )
     card.write(folder)
     model_card.write(folder, source, config, card)

@@ -89,6 +89,12 @@ def test_merged_logits_are_those_of_the_adapter(words: tuple[str, ...], tmp_path
     }
     base = load_network(configure(*words).model, torch.float32).eval()
     assert float((logits(base) - expected).abs().max()) > 1e-3, "the test would not see a merge without effect"
+    settings = json.loads((folder / "config.json").read_text())
+    name = "rms_norm_eps" if "rms_norm_eps" in settings else "layernorm_epsilon"
+    (folder / "config.json").write_text(json.dumps({**settings, "use_cache": False, name: 0.5}))
+    with pytest.raises(ArtifactError, match=f"config.json: {name} is 0.5, and was 1e-0") as refused:
+        artifact.load(folder, torch.float32)
+    assert len(refused.value.problems) == 1, "use_cache changes no answer"
 
 
 def test_tied_embeddings_survive_and_are_untied_where_the_output_layer_was_trained(tmp_path: Path) -> None:
