@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glmexp.config.schema import RunConfig
-from glmexp.plan.shapes import HEADS, REST, Model, Network, Parameter
+from glmexp.plan.shapes import HEADS, REST, Model, Network
 from glmexp.plan.states import low_matrices
 
 LOSS_CHUNK = 1 << 26
@@ -114,7 +114,7 @@ class Trained:
     def __init__(self, config: RunConfig, model: Model) -> None:
         self.by_layer: dict[int, set[str]] = {}
         for one in model.trained:
-            self.by_layer.setdefault(one.layer, set()).add(_module(one))
+            self.by_layer.setdefault(one.layer, set()).add(one.module)
         embedding = any("embed" in one.name and one.layer == REST for one in model.trained)
         layers = [layer for layer in self.by_layer if layer != REST]
         self.prefix = config.method.name == "ptuning"
@@ -133,14 +133,6 @@ class Trained:
     def has(self, layer: int, *names: str) -> bool:
         """One of the layer's modules is trained, or has an adapter."""
         return any(name in self.by_layer.get(layer, ()) for name in names)
-
-
-def _module(one: Parameter) -> str:
-    """Last part of the module's name: ``query_key_value``; of an adapter that of the layer it is on."""
-    name = one.name
-    for mark in (".lora_A.", ".lora_B.", ".modules_to_save."):
-        name = name.partition(mark)[0] + (".weight" if mark in name else "")
-    return name.split(".")[-2]
 
 
 def virtual_tokens(config: RunConfig) -> int:

@@ -39,6 +39,14 @@ class Parameter:
         return prod(self.shape)
 
     @property
+    def module(self) -> str:
+        """Last part of its module's name: ``query_key_value``; of an adapter that of the layer it is on."""
+        name = self.name
+        for mark in (".lora_A.", ".lora_B.", ".modules_to_save."):
+            name = name.partition(mark)[0] + (".weight" if mark in name else "")
+        return name.rpartition(".")[0].rpartition(".")[2]
+
+    @property
     def is_matrix(self) -> bool:
         """Weight decay applies to it: DeepSpeed has one flat group of these, and one of the others."""
         return len(self.shape) > 1

@@ -156,9 +156,7 @@ def _stages_1_and_2(config: RunConfig, model: Model, ranks: int, rank: int | Non
     largest = element * _largest(model.trained)
     # Stage 1 reduces once a step: until then each gradient is whole.
     more = element * (own if zero.stage == 2 else model.trained_elements) if accumulates and not offloaded else 0
-    heads = [
-        one for one in model.trained if one.layer == REST and one.name.rpartition(".")[0].rpartition(".")[2] in HEADS
-    ]
+    heads = [one for one in model.trained if one.layer == REST and one.module in HEADS]
     in_place = contiguous and zero.stage == 2
     alone = in_place and more and _largest(heads) > (zero.reduce_bucket_size or REDUCE_BUCKET)
     common = {

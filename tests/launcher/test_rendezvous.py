@@ -132,9 +132,9 @@ def test_a_rank_that_waits_for_rank_0_says_so(
 
     monkeypatch.setattr(handover, "take", nobody)
     monkeypatch.setattr(start, "WAITS_ALOUD_S", 0.01)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(start.signal, "signal", lambda *_: None)
-    assert start.follow(Outside(1, 2, 1, 2, "node0", 29500), lambda folder, shows: 0) == 1
+    with environment.variables(_as(1, 2, 29500)):  # follow() exports its own for good
+        assert start.follow(Outside(1, 2, 1, 2, "node0", 29500), lambda folder, shows: 0) == 1
     waits, failed = capsys.readouterr().err.splitlines()
     assert waits.startswith("rank 1 of 2 waits for rank 0 at node0:29500, for 600 s at most")
     assert failed == "rank 1 of 2 failed: nobody came"
