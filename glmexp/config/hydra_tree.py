@@ -29,7 +29,7 @@ from glmexp.config.arguments import HYDRA_KEYS, Arguments, Given
 from glmexp.config.errors import ConfigError, Problem, first_line
 from glmexp.config.load import BROKEN, MISSING, flatten
 from glmexp.config.nearest import choice, conf_folder, shipped_options, unknown_key, unknown_option
-from glmexp.config.yaml_files import Repository
+from glmexp.config.yaml_files import Repository, is_shared
 
 PRIMARY = "config"
 COMMAND_LINE = "the command line"
@@ -59,8 +59,8 @@ class RecordingLoader(ConfigLoaderImpl):
 
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         loaded = super()._load_single_config(default, repo)
-        if loaded.config is repo.load_config(default.config_path).config:
-            loaded = replace(loaded, config=copy.deepcopy(loaded.config))  # see yaml_files.Repository
+        if is_shared(loaded.config):
+            loaded = replace(loaded, config=copy.deepcopy(loaded.config))
         if default.config_path is not None and not default.config_path.startswith("hydra/"):
             origin = _origin(default.config_path, loaded)
             for key in _keys(loaded.config):

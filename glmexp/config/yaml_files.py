@@ -20,6 +20,11 @@ _results: dict[tuple[str, ...], ConfigResult] = {}
 _MOST_RESULTS = 512
 
 
+def is_shared(config: Any) -> bool:
+    """Whether these nodes are those that others load too (``Repository``)."""
+    return any(kept.config is config for kept in _results.values())
+
+
 class Repository(ConfigRepository):
     """Hydra's, whose files are read by ``Files`` and made into nodes once a process, as long as their text is the same.
 

@@ -15,6 +15,7 @@ from torch import nn
 from glmexp.config.artifact_rules import no_pickle
 from glmexp.config.errors import ArtifactError, Problem
 from glmexp.config.families import FAMILIES
+from glmexp.config.folders import CONFIG_JSON
 from glmexp.config.inherit import CARD, WHOLE, own_weights
 from glmexp.config.registry import option
 from glmexp.config.schema import Family, ModelSection, RunConfig, Sizes
@@ -26,7 +27,6 @@ from glmexp.model.build import load_network
 from glmexp.model.renderer import renderer
 
 FOLDER = "artifact"
-CONFIG = "config.json"
 _NOT_COMPUTED = (
     "architectures",
     "auto_map",
@@ -124,7 +124,7 @@ def section(card: Card, folder: Path, base: str | None = None) -> ModelSection:
 
 def network_settings(folder: Path) -> dict[str, Any]:
     """What config.json in ``folder`` says of computing. Raises ArtifactError where it cannot be read."""
-    file = folder / CONFIG
+    file = folder / CONFIG_JSON
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -137,18 +137,11 @@ def _check_network(card: Card, folder: Path) -> None:
     if card.network is None:  # of a version that did not keep them
         return
     found = network_settings(folder)
-    other = [key for key in {**card.network, **found} if found.get(key) != card.network.get(key)]
+    values = {key: (found.get(key), card.network.get(key)) for key in {**card.network, **found}}
+    text = "{} is {!r}, and was {!r} when the weights were written"
+    other = [text.format(key, now, before) for key, (now, before) in values.items() if now != before]
     if other:
-        raise ArtifactError(
-            *(
-                Problem(
-                    str(folder / CONFIG),
-                    f"{key} is {found.get(key)!r}, and was {card.network.get(key)!r} when the weights were written",
-                    "restore the file",
-                )
-                for key in other
-            )
-        )
+        raise ArtifactError(*(Problem(str(folder / CONFIG_JSON), one, "restore the file") for one in other))
 
 
 def template_digest(family: Family, tokenizer: Any) -> str:
@@ -276,7 +269,7 @@ def load(folder: Path, dtype: torch.dtype, base: str | None = None, rounded: boo
 
 def load_layout(folder: Path, where: ModelSection, dtype: torch.dtype) -> nn.Module:
     """A whole model from its folder, in whichever of the two layouts it lies."""
-    content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    content = json.loads((folder / CONFIG_JSON).read_text(encoding="utf-8"))
     if content.get("model_type") != "glm":
         return load_network(where, dtype)
     from transformers import GlmForCausalLM

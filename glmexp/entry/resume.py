@@ -239,17 +239,17 @@ def _changes(found: Found, now: dict[str, Any], here: Session) -> list[str]:
     return lines
 
 
-def evaluate(keeper: Keeper, evaluation: Evaluation) -> None:
-    """The evaluation that was due at the checkpoint the run goes on from, which was written before it: run now, or
-    taken from the records where the run was ended after it. Collective."""
-    step = keeper.done
-    found = evaluated(keeper.here, step)
-    if found:
-        evaluation.recall(step, found)
-    keeper.judge(step, found or evaluation.run(step, all_hooks=False))
+def evaluate(here: Session, evaluation: Evaluation, step: int) -> dict[str, float]:
+    """Metrics of the evaluation that was due at ``step``, whose checkpoint the run goes on from: taken from the
+    records, or run now where the run was ended before it. Collective."""
+    found = _evaluated(here, step)
+    if not found:
+        return evaluation.run(step, all_hooks=False)
+    evaluation.recall(step, found)
+    return found
 
 
-def evaluated(here: Session, step: int) -> dict[str, float]:
+def _evaluated(here: Session, step: int) -> dict[str, float]:
     """What the records hold of an evaluation of ``step``; nothing where they hold none. Collective."""
     known: dict[str, float] = {}
     if here.metrics is not None and here.metrics.path.exists():

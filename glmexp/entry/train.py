@@ -59,7 +59,7 @@ def train(here: Session, template: Renderer, data: Prepared) -> Finished | Stopp
         if done == 0:
             keeper.check_metric(evaluation.run(0, all_hooks=True))
         elif done < total and evaluation.due(done):
-            resume.evaluate(keeper, evaluation)
+            keeper.judge(done, resume.evaluate(here, evaluation, done))
         reason, stop = _loop(here, engine, plan, batches, template, evaluation, keeper, total)
         if reason is not None:
             keeper.saver.close()

@@ -139,8 +139,8 @@ class _Life(TrainerCallback):
         with explained("evaluation", config, lambda: self.engine.module, here.planned):
             if self.done == 0:
                 self.evaluation.run(0, all_hooks=True)
-            elif self.done < self.total and self.evaluation.due(self.done) and not resume.evaluated(here, self.done):
-                self.evaluation.run(self.done, all_hooks=False)  # the run was ended before it
+            elif self.done < self.total and self.evaluation.due(self.done):
+                resume.evaluate(here, self.evaluation, self.done)
         self.trainer.measure(steps)
         training.phase("loop")
 

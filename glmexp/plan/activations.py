@@ -91,7 +91,7 @@ def activations_of(config: RunConfig, model: Model, batch: Batch, kind: Kind) ->
     if kind.checkpointing:
         inputs = [tokens * element * network.hidden * trained.reaches(layer) for layer in range(network.layers)]
         blocks, one_block = sum(inputs), max(by_layer)
-    head_in = batch.labels * element * network.hidden * (bool(trained.rest.intersection(HEADS)))
+    head_in = batch.labels * element * network.hidden * bool(trained.rest.intersection(HEADS))
     logits = batch.labels * element * network.vocab
     chunk = 0 if kind.compiled else 4 * min(LOSS_CHUNK, batch.labels * network.vocab)
     final = sum(_final_norm(trained, model, kind)) * tokens

@@ -122,11 +122,11 @@ def test_an_evaluation_that_was_recorded_before_a_kill_is_judged_and_remembered(
     evaluation = Evaluation(*[None] * 10)  # type: ignore[arg-type]  # nothing is run
     evaluation.run = lambda step, all_hooks: ran.append(step) or {"eval/loss/loss": 9.0}  # type: ignore[method-assign]
     evaluation.train_losses[:] = [3.0, 2.0]
-    resume.evaluate(keeper, evaluation)
+    keeper.judge(keeper.done, resume.evaluate(here, evaluation, keeper.done))
     assert (judged, ran) == ([(4, "eval/loss/loss", 1.5)], [])
     assert (evaluation.history, evaluation.train_losses) == ([(4, 1.5, 2.5)], [])
     keeper.done = keeper.saved = 6
-    resume.evaluate(keeper, evaluation)
+    keeper.judge(keeper.done, resume.evaluate(here, evaluation, keeper.done))
     assert (judged[1:], ran) == ([(6, "eval/loss/loss", 9.0)], [6]), "none in the records: run now"
 
 
